@@ -1,0 +1,5 @@
+"""`python -m autoq`."""
+
+from autoq.cli import main
+
+main()

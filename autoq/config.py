@@ -1,0 +1,58 @@
+"""What a search is asked for. The command line and the notebook read their defaults here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoq.errors import UserError
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The options of a search; every field has its one default.
+
+    Attributes:
+        model: "demo", a Hub name, a folder or a .gguf file.
+        budget, kv_budget: what weights and cache may take; a side without a budget keeps 16 bit.
+        space: a bundled search space or a YAML file.
+        calib, eval: text to profile and to measure on; None is the Python standard library's documentation.
+        samples, seq_len: sequences to profile and their length in tokens.
+        eval_samples, eval_len: windows to measure on and their length.
+        context: tokens at which the cache is priced; None is 8,192 or the model's maximum.
+        correct: profile sequences on which every uniform format is measured to correct its column; 0 leaves it out.
+        run: the run folder; None makes runs/<model>-<time>.
+        batch: sequences scored together. low_memory: recompute activations instead of keeping them.
+    """
+
+    model: str = "demo"
+    budget: str | None = None
+    kv_budget: str | None = None
+    space: str = "default"
+    calib: str | None = None
+    eval: str | None = None
+    samples: int = 32
+    seq_len: int = 256
+    eval_samples: int = 16
+    eval_len: int = 512
+    context: int | None = None
+    correct: int = 8
+    run: Path | None = None
+    resume: bool = False
+    include: tuple[str, ...] = ()
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    batch: int = 8
+    low_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 2), ("seq_len", 8), ("eval_samples", 2), ("eval_len", 8), ("batch", 1), ("correct", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise UserError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
+        if not -(2**31) <= self.seed < 2**31:
+            raise UserError(f"--seed is {self.seed}, but must fit 32 bits")
+        for name in self.include:
+            if name != "lm_head":
+                raise UserError(f"--include {name!r} is unknown: only lm_head can be included")

@@ -1,0 +1,108 @@
+"""Every format by name. A new format is one more line here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoq.errors import unknown
+from autoq.formats.format import E2M1, E2M3, E3M2, E4M3, Format, IntElement, KVFormat
+
+_INT8, _INT4 = IntElement(8), IntElement(4)
+_INT8A, _INT4A, _INT3A, _INT2A = (IntElement(n, asymmetric=True) for n in (8, 4, 3, 2))
+
+_FP8 = Format("fp8", E4M3, None, "fp32")
+_INT8_ROW = Format("int8", _INT8, None, "fp16")
+_MXFP8 = Format("mxfp8", E4M3, 32, "e8m0", "floor")
+_MXFP4 = Format("mxfp4", E2M1, 32, "e8m0", "floor")
+_NVFP4 = Format("nvfp4", E2M1, 16, "e4m3", tensor_scale=True)
+_INT4_G128 = Format("int4_g128", _INT4, 128, "fp16")
+_INT4_G64 = Format("int4_g64", _INT4, 64, "fp16")
+_INT4_G32_ASYM = Format("int4_g32_asym", _INT4A, 32, "fp16", "minmax")
+_INT3_G64_ASYM = Format("int3_g64_asym", _INT3A, 64, "fp16", "minmax")
+_INT2_G32_ASYM = Format("int2_g32_asym", _INT2A, 32, "fp16", "minmax")
+
+_WEIGHTS = [
+    Format("bf16", None),
+    _FP8,
+    _INT8_ROW,
+    _MXFP8,
+    Format("mxfp6_e2m3", E2M3, 32, "e8m0", "floor"),
+    Format("mxfp6_e3m2", E3M2, 32, "e8m0", "floor"),
+    _INT4_G32_ASYM,
+    replace(_INT4_G32_ASYM, name="int4_g32_asym_lsq", rule="least_squares"),
+    _NVFP4,
+    replace(_NVFP4, name="nvfp4_4over6", rule="4over6", tensor_range=256.0),
+    replace(_NVFP4, name="nvfp4_lsq", rule="least_squares"),
+    _MXFP4,
+    replace(_MXFP4, name="mxfp4_ceil", rule="ceil"),
+    replace(_MXFP4, name="mxfp4_even", rule="even"),
+    replace(_MXFP4, name="mxfp4_lsq", rule="least_squares"),
+    _INT4_G64,
+    replace(_INT4_G64, name="int4_g64_full", rule="full_range"),
+    replace(_INT4_G64, name="int4_g64_half", rule="half_step"),
+    replace(_INT4_G64, name="int4_g64_lsq", rule="least_squares"),
+    _INT4_G128,
+    replace(_INT4_G128, name="int4_g128_full", rule="full_range"),
+    replace(_INT4_G128, name="int4_g128_half", rule="half_step"),
+    replace(_INT4_G128, name="int4_g128_lsq", rule="least_squares"),
+    _INT3_G64_ASYM,
+    replace(_INT3_G64_ASYM, name="int3_g64_asym_lsq", rule="least_squares"),
+    _INT2_G32_ASYM,
+    replace(_INT2_G32_ASYM, name="int2_g32_asym_lsq", rule="least_squares"),
+    replace(_FP8, name="fp8_w8a8", activation=_FP8),
+    replace(_INT8_ROW, name="int8_w8a8", activation=_INT8_ROW),
+    replace(_MXFP8, name="mxfp8_w8a8", activation=_MXFP8),
+    replace(_NVFP4, name="nvfp4_w4a4", activation=_NVFP4),
+]
+
+
+def _token(bits: int) -> KVFormat:
+    return KVFormat(f"int{bits}_token", Format(f"int{bits}_g64_asym", IntElement(bits, True), 64, "fp16", "minmax"))
+
+
+def _channel(bits: int) -> KVFormat:
+    values = Format(f"int{bits}_g32_asym", IntElement(bits, True), 32, "fp16", "minmax")
+    return KVFormat(f"int{bits}_channel", values, axis="channel")
+
+
+_STATIC_FP8 = Format("fp8", E4M3, None, "none")
+_KV = [
+    KVFormat("bf16", Format("bf16", None)),
+    KVFormat("mxfp8", _MXFP8),
+    KVFormat("fp8", _STATIC_FP8, calibration="absmax"),
+    KVFormat("fp8_cast", _STATIC_FP8, calibration=448.0),
+    _token(8),
+    _channel(8),
+    KVFormat("nvfp4", replace(_NVFP4, tensor_scale=False), calibration="absmax"),
+    KVFormat("nvfp4_cast", replace(_NVFP4, tensor_scale=False), calibration=448.0),
+    KVFormat("mxfp4", _MXFP4),
+    _token(4),
+    _channel(4),
+    _token(2),
+    _channel(2),
+]
+
+WEIGHT_FORMATS: dict[str, Format] = {f.name: f for f in _WEIGHTS}
+KV_FORMATS: dict[str, KVFormat] = {f.name: f for f in _KV}
+
+
+def weight_format(name: str) -> Format:
+    """Return the weight format of that name; raises UserError with the nearest name."""
+    if name not in WEIGHT_FORMATS:
+        raise unknown("weight format", name, WEIGHT_FORMATS)
+    return WEIGHT_FORMATS[name]
+
+
+def kv_format(name: str) -> KVFormat:
+    """Return the KV format of that name, with options as `name+residual128+sink4`; raises UserError."""
+    base, *options = name.split("+")
+    if base not in KV_FORMATS:
+        raise unknown("KV format", base, KV_FORMATS)
+    found = KV_FORMATS[base]
+    for option in options:
+        key = option.rstrip("0123456789")
+        count = option[len(key) :]
+        if key not in ("residual", "sink") or not count:
+            raise unknown("KV option", option, ["residual128", "sink4"])
+        found = replace(found, residual=int(count)) if key == "residual" else replace(found, sink=int(count))
+    return replace(found, name=name)

@@ -1,0 +1,189 @@
+"""What a number format is: element, block, scale, and the bits it stores, counted in integers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autoq.errors import UserError
+
+ScaleType = Literal["fp32", "fp16", "e4m3", "e8m0", "none"]
+ScaleRule = Literal["absmax", "full_range", "half_step", "4over6", "least_squares", "floor", "ceil", "even", "minmax"]
+SCALE_BITS: dict[ScaleType, int] = {"fp32": 32, "fp16": 16, "e4m3": 8, "e8m0": 8, "none": 0}
+
+
+@dataclass(frozen=True)
+class FloatElement:
+    """A small floating-point number: sign, exponent, mantissa; round to nearest even, saturating at `largest`.
+
+    Source: OCP Microscaling Formats (MX) 1.0, section 5.3 (E2M1, E2M3, E3M2); OCP 8-bit Floating Point 1.0 (E4M3, E5M2).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest: float
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+        return 1 - self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest number (`emax` of the MX specification)."""
+        return math.frexp(self.largest)[1] - 1
+
+
+@dataclass(frozen=True)
+class IntElement:
+    """An integer of n bits: two's complement around zero, or unsigned around a zero point when `asymmetric`."""
+
+    bits: int
+    asymmetric: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"INT{self.bits}" + (" asym" if self.asymmetric else "")
+
+    @property
+    def low(self) -> int:
+        return 0 if self.asymmetric else -(2 ** (self.bits - 1))
+
+    @property
+    def high(self) -> int:
+        return 2**self.bits - 1 if self.asymmetric else 2 ** (self.bits - 1) - 1
+
+
+Element = FloatElement | IntElement
+
+E2M1 = FloatElement("E2M1", 2, 1, 1, 6.0)
+E2M3 = FloatElement("E2M3", 2, 3, 1, 7.5)
+E3M2 = FloatElement("E3M2", 3, 2, 3, 28.0)
+E4M3 = FloatElement("E4M3", 4, 3, 7, 448.0)
+E5M2 = FloatElement("E5M2", 5, 2, 15, 57344.0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix [rows, width] is stored: an element code per value, one scale per block of a row.
+
+    Attributes:
+        element: the number stored for each value; None keeps 16 bit.
+        block: values of a row that share a scale; None is the whole row. A ragged last block is padded, and priced.
+        scale: the type the block scales are stored in; they are used as stored.
+        rule: how the encoder picks the scale. Formats that differ in nothing else are rounding variants of one price.
+        tensor_scale: one more fp32 scale for the matrix (NVFP4); `tensor_range` is the block scale it maps the largest to.
+        activation: the format of the layer's input when it is quantized too (W4A4, W8A8), with dynamic scales.
+    """
+
+    name: str
+    element: Element | None
+    block: int | None = None
+    scale: ScaleType = "none"
+    rule: ScaleRule = "absmax"
+    tensor_scale: bool = False
+    tensor_range: float = 448.0
+    activation: Format | None = None
+
+    @property
+    def is_original(self) -> bool:
+        """True for the 16-bit original, which stores the values as they are."""
+        return self.element is None
+
+    def blocks(self, width: int) -> int:
+        """Number of blocks, and of scales, in a row of `width` values."""
+        return 1 if self.block is None else -(-width // self.block)
+
+    def row_code_bytes(self, width: int) -> int:
+        """Bytes of the element codes of one row, the padding of a ragged last block included."""
+        if self.element is None:
+            return 2 * width
+        stored = width if self.block is None else self.blocks(width) * self.block
+        return -(-stored * self.element.bits // 8)
+
+    def storage_bits(self, shape: tuple[int, ...]) -> int:
+        """Return the bits stored for a tensor of shape [..., rows, width]: codes, padding, scales, zero points.
+
+        Leading dimensions count separate matrices (the experts of a layer), each with its own tensor scale.
+        """
+        width, rows = shape[-1], math.prod(shape[:-1])
+        matrices = math.prod(shape[:-2])
+        total = 8 * rows * self.row_code_bytes(width)
+        if self.element is None:
+            return total
+        scales = rows * self.blocks(width)
+        total += scales * SCALE_BITS[self.scale]
+        if isinstance(self.element, IntElement) and self.element.asymmetric:
+            total += 8 * matrices * -(-(scales // max(1, matrices)) * self.element.bits // 8)
+        return total + (32 * matrices if self.tensor_scale else 0)
+
+    def refusal(self, width: int) -> str | None:
+        """Say why a row of `width` values cannot take this format, or None if it can."""
+        if self.block is not None and width < self.block:
+            return f"a width of {width} is less than one block of {self.block}"
+        return None
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How the K (or V) cache of a layer is stored; values are [batch, KV heads, tokens, head_dim].
+
+    Attributes:
+        values: the block format. Its blocks run along `axis`: "token" keeps every token apart (blocks along head_dim),
+            "channel" groups the same channel of neighbouring tokens; the newest incomplete group stays in 16 bit.
+        calibration: where the static scale comes from: "none" (no static scale), "absmax" (the profile's largest value
+            in the layer) or a number that stands for that largest value (the *_cast formats need no calibration).
+        residual: the newest tokens, kept in 16 bit.
+        sink: the first tokens, kept in 16 bit.
+    """
+
+    name: str
+    values: Format
+    axis: Literal["token", "channel"] = "token"
+    calibration: Literal["none", "absmax"] | float = "none"
+    residual: int = 0
+    sink: int = 0
+
+    @property
+    def is_original(self) -> bool:
+        return self.values.is_original
+
+    @property
+    def is_causal(self) -> bool:
+        """True if what a query reads of an older token does not depend on the query's own position."""
+        return self.axis == "token" and self.residual == 0 and self.sink == 0
+
+    def for_head_dim(self, head_dim: int) -> KVFormat:
+        """Return the format with a group that fits: the largest divisor of head_dim not above the nominal group.
+
+        Raises UserError when only groups of one value would fit.
+        """
+        block = self.values.block
+        if self.axis == "channel" or block is None or head_dim % block == 0:
+            return self
+        if self.values.scale in ("e4m3", "e8m0"):  # the block size is part of the format; a ragged block is padded
+            return self
+        fitting = max(d for d in range(1, block + 1) if head_dim % d == 0)
+        if fitting == 1:
+            raise UserError(f"no group of {self.name} fits a head_dim of {head_dim}: use a format without groups, such as fp8")
+        return replace(self, values=replace(self.values, block=fitting))
+
+    def storage_bits(self, tokens: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bits that one sequence of `tokens` tokens takes in one layer, for K or for V alone."""
+        fitted = self.for_head_dim(head_dim)
+        kept = min(tokens, self.residual + self.sink)
+        packed = tokens - kept
+        if self.axis == "channel":
+            group = self.values.block or 1
+            kept, packed = kept + packed % group, packed - packed % group
+        if packed == 0:
+            return 16 * kept * kv_heads * head_dim
+        shape = (kv_heads * packed, head_dim) if self.axis == "token" else (kv_heads * head_dim, packed)
+        return 16 * kept * kv_heads * head_dim + fitted.values.storage_bits(shape)

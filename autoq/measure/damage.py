@@ -1,0 +1,186 @@
+"""Predict, in nats of KL per token, what storing each weight and each K and V cache in each format would cost.
+
+One forward and one backward pass per batch score everything (method: the exact Fisher information of the model's own
+predictive distribution; labels are drawn from the model, one per position). For a tensor X that a format turns into Q(X),
+u = <dL/dX, Q(X) - X> per sequence, and the damage is the mean over sequences of u^2 / (2 T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from autoq.errors import AutoqError, UserError
+from autoq.formats.format import Format, KVFormat
+from autoq.measure.kv_scorer import KVScorer, Pattern, pattern, raw_pair_gradients
+from autoq.measure.labels import label_gradient
+from autoq.measure.recompute import recomputed_layers
+from autoq.measure.taps import attention_tap, tap
+from autoq.measure.weight_scorer import WeightScorer
+from autoq.model.attention import AttentionFunction, intercepted
+from autoq.model.head import Head, hidden_states
+from autoq.model.units import ModelUnits, Unit, WeightTensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The formats to score: weights, keys, values."""
+
+    weights: tuple[Format, ...]
+    keys: tuple[KVFormat, ...]
+    values: tuple[KVFormat, ...]
+
+    def for_unit(self, unit: Unit) -> tuple[Format, ...] | tuple[KVFormat, ...]:
+        """Return the candidates of one unit, those it cannot take left out (see `refusals`)."""
+        if unit.kind == "weight":
+            return tuple(f for f in self.weights if weight_refusal(unit, f) is None)
+        return self.keys if unit.kind == "key" else self.values
+
+
+def weight_refusal(unit: Unit, fmt: Format) -> str | None:
+    """Say why a weight unit cannot take a format, or None."""
+    reasons = (fmt.refusal(t.width) for t in unit.tensors)
+    return next((f"{unit.name}: {fmt.name} is left out, {r}" for r in reasons if r), None)
+
+
+@dataclass
+class DamageScorer:
+    """Scores batches of sequences; holds what must outlive a batch: stored scales, calibration, error sums.
+
+    Attributes:
+        weights: one scorer a weight tensor, by tensor name. caches: one a cache unit, by unit name.
+    """
+
+    model: PreTrainedModel
+    units: ModelUnits
+    candidates: Candidates
+    recompute: bool = False
+    weights: dict[str, WeightScorer] = field(default_factory=dict)
+    caches: dict[str, KVScorer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_finite(self.model)
+        self.head = Head(self.model)
+        for unit in self.units.caches:
+            formats = self.candidates.keys if unit.kind == "key" else self.candidates.values
+            self.caches[unit.name] = KVScorer(formats, unit.head_dim)
+
+    def score(self, ids: torch.Tensor, seeds: list[int]) -> dict[str, torch.Tensor]:
+        """Return, for every unit, u [formats, batch] of the sequences ids [batch, tokens]; one seed a sequence draws its labels.
+
+        Raises AutoqError when the hidden states are not finite.
+        """
+        if self.units.has_experts:  # an expert sees an unknown mix of the batch: one sequence at a time
+            parts = [self._score_batch(ids[i : i + 1], seeds[i : i + 1]) for i in range(len(ids))]
+            return {name: torch.cat([p[name] for p in parts], dim=1) for name in parts[0]}
+        return self._score_batch(ids, seeds)
+
+    def _score_batch(self, ids: torch.Tensor, seeds: list[int]) -> dict[str, torch.Tensor]:
+        found = {
+            u.name: torch.zeros(len(self.candidates.for_unit(u)), len(ids), device=self.model.device) for u in self.units.units
+        }
+        with self._listening(ids, found):
+            hidden = hidden_states(self.model, ids)
+            if not torch.isfinite(hidden).all():
+                raise AutoqError("the model's hidden states are not finite on this text: try --dtype float32")
+            hidden.backward(label_gradient(self.head, hidden.detach(), seeds))
+        return found
+
+    @contextmanager
+    def _listening(self, ids: torch.Tensor, found: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Freeze the weights and put taps on every scored layer and on attention; everything is back afterwards."""
+        trained = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        embedding = self.model.get_input_embeddings()
+        with ExitStack() as stack:
+            stack.callback(lambda: [p.requires_grad_(trained[n]) for n, p in self.model.named_parameters()])
+            self.model.requires_grad_(False)
+            stack.callback(embedding.register_forward_hook(lambda _m, _i, out: out.detach().requires_grad_()).remove)
+            for unit in self.units.weights:
+                for tensor in unit.tensors:
+                    self._listen_to_weight(stack, unit, tensor, len(ids), found[unit.name])
+            if self.caches:
+                stack.enter_context(intercepted(self.model, self._attention_handler(found)))
+            if self.recompute:
+                stack.enter_context(recomputed_layers(self.model))
+            yield
+
+    def _listen_to_weight(
+        self, stack: ExitStack, unit: Unit, tensor: WeightTensor, batch: int, found: torch.Tensor
+    ) -> None:
+        parameter = self.model.get_parameter(tensor.parameter)
+        formats = self.candidates.for_unit(unit)
+
+        def scorer() -> WeightScorer:
+            if tensor.name not in self.weights:
+                self.weights[tensor.name] = WeightScorer(tensor, parameter, formats)  # type: ignore[arg-type]
+            return self.weights[tensor.name]
+
+        if tensor.layout.startswith("experts"):
+            def take(p: torch.Tensor) -> None:
+                assert p.grad is not None
+                found.add_(scorer().score_gradient(p.grad))
+                p.grad = None
+
+            parameter.requires_grad_(True)
+            stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)
+            return
+
+        def listen(x: torch.Tensor, dy: torch.Tensor) -> None:
+            if x.shape[0] != batch or x.dim() != 3:
+                x, dy = (t.reshape(batch, -1, t.shape[-1]) for t in (x, dy))
+            found.add_(scorer().score(x, dy))
+
+        def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            return tap(output, inputs[0], listen)
+
+        stack.callback(self.model.get_submodule(tensor.name).register_forward_hook(hook).remove)
+
+    def _attention_handler(self, found: dict[str, torch.Tensor]) -> Callable[..., Any]:
+        by_module = {u.module: u for u in self.units.caches}
+        names = {self.model.get_submodule(module): module for module in by_module}
+        hidden = {pattern(f): f for f in (*self.candidates.keys, *self.candidates.values) if not f.is_causal}
+
+        def handle(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+            attend: AttentionFunction,
+            **options: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if module not in names:
+                return attend(module, query, key, value, mask, **options)
+            raw: tuple[dict[Pattern, torch.Tensor], dict[Pattern, torch.Tensor]] = ({}, {})
+
+            def listener(kind: str, parts: dict[Pattern, torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+                unit = f"{names[module]}.{kind}"
+
+                def listen(x: torch.Tensor, gradient: torch.Tensor) -> None:
+                    found[unit].add_(self.caches[unit].score(x, gradient, parts))
+                    parts.clear()
+
+                return listen
+
+            def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, d_out: torch.Tensor) -> None:
+                for key_pattern, fmt in hidden.items():
+                    raw[0][key_pattern], raw[1][key_pattern] = raw_pair_gradients(fmt, q, k, v, out, d_out, mask, options)
+
+            key = tap(key, key, listener("key", raw[0]))
+            value = tap(value, value, listener("value", raw[1]))
+            output, weights = attend(module, query, key, value, mask, **options)
+            return attention_tap(output, query, key, value, split) if hidden else output, weights
+
+        return handle
+
+
+def check_finite(model: PreTrainedModel) -> None:
+    """Raise UserError naming the first tensor with a NaN or an infinity."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(f"the tensor {name!r} holds NaN or infinite values: mend the checkpoint before quantizing it")

@@ -1,0 +1,149 @@
+"""Measure what a change to the model really costs: KL to the original, top-1 agreement, perplexity.
+
+The original's hidden states are kept, a few thousand numbers a token, and both models' logits are made a slice of tokens at
+a time, so that [tokens, vocabulary] is never held for a whole text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from autoq.model.head import Head, hidden_states
+from autoq.model.quantized import Assignment, quantized
+from autoq.model.units import ModelUnits
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Per-token results on windows of text; windows are the sampling unit of every error.
+
+    Attributes:
+        kl: float64 [windows, tokens], KL(original || changed) in nats of the next-token distribution.
+        agree: bool [windows, tokens], the most likely token is the same.
+        nll, nll_original: float64 [windows, tokens - 1], negative log-likelihood of the text.
+    """
+
+    kl: np.ndarray
+    agree: np.ndarray
+    nll: np.ndarray
+    nll_original: np.ndarray
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.kl.mean())
+
+    @property
+    def stderr(self) -> float:
+        """Standard error of mean_kl over windows."""
+        return _stderr(self.kl.mean(1))
+
+    @property
+    def top1_agreement(self) -> float:
+        return float(self.agree.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.nll.mean()))
+
+    @property
+    def perplexity_original(self) -> float:
+        return math.exp(float(self.nll_original.mean()))
+
+    @property
+    def perplexity_ratio_stderr(self) -> float:
+        """Standard error of perplexity / original perplexity, paired by window."""
+        return _stderr((self.nll - self.nll_original).mean(1)) * self.perplexity / self.perplexity_original
+
+    def percentiles(self) -> dict[str, float]:
+        """Return the median, 90, 99 and 99.9 % points and the largest KL of a token."""
+        points = np.percentile(self.kl, [50, 90, 99, 99.9])
+        return dict(zip(("median", "p90", "p99", "p99.9", "max"), [*map(float, points), float(self.kl.max())], strict=True))
+
+    def minus(self, other: Divergence) -> tuple[float, float]:
+        """Return (mean KL of self minus other, its standard error), paired by window."""
+        difference = self.kl.mean(1) - other.kl.mean(1)
+        return float(difference.mean()), _stderr(difference)
+
+
+def _stderr(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+class Yardstick:
+    """A model and the text it is measured on; keeps the original's hidden states."""
+
+    def __init__(self, model: PreTrainedModel, units: ModelUnits, ids: torch.Tensor, batch: int = 4) -> None:
+        self.model, self.units, self.ids, self.batch = model, units, ids, batch
+        self.head = Head(model)
+        self.original_head = {name: p.data for name, p in self.head.module.named_parameters()}
+        with torch.no_grad():
+            self.hidden = [hidden_states(model, part.to(model.device)).cpu() for part in ids.split(batch)]
+
+    def measure(self, assignment: Assignment, progress: Callable[[int, int], None] = lambda done, total: None) -> Divergence:
+        """Measure the model with the assignment applied; the model is as before afterwards."""
+        with quantized(self.model, self.units, assignment):
+            return self.measure_as_is(progress)
+
+    def measure_as_is(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Divergence:
+        """Measure the model as it stands against the original kept at construction."""
+        rows: list[tuple[np.ndarray, ...]] = []
+        with torch.no_grad():
+            for part, original in zip(self.ids.split(self.batch), self.hidden, strict=True):
+                changed = hidden_states(self.model, part.to(self.model.device))
+                for row in range(len(part)):
+                    rows.append(self._window(part[row].to(changed.device), original[row].to(changed.device), changed[row]))
+                progress(len(rows), len(self.ids))
+        kl, agree, nll, nll_original = (np.stack(column) for column in zip(*rows, strict=True))
+        return Divergence(kl, agree, nll, nll_original)
+
+    def _window(self, ids: torch.Tensor, original: torch.Tensor, changed: torch.Tensor) -> tuple[np.ndarray, ...]:
+        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        for part in self.head.chunks(len(ids)):
+            log_p = self._original_logits(original[part]).float().log_softmax(-1)
+            log_q = self.head(changed[part]).float().log_softmax(-1)
+            columns[1].append(log_p.argmax(-1) == log_q.argmax(-1))
+            target = ids[part.start + 1 : part.stop + 1].unsqueeze(1)
+            columns[2].append(-log_q[: len(target)].gather(1, target).squeeze(1).double())
+            columns[3].append(-log_p[: len(target)].gather(1, target).squeeze(1).double())
+            columns[0].append((log_p.exp() * log_q.neg_().add_(log_p)).sum(-1, dtype=torch.float64))
+        return tuple(torch.cat(c).cpu().numpy() for c in columns)
+
+    def _original_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        current = dict(self.head.module.named_parameters())
+        if all(current[name].data is data or current[name].data_ptr() == data.data_ptr() for name, data in self.original_head.items()):
+            return self.head(hidden)
+        module = self.head.module
+        try:
+            self.head.module = _Frozen(module, self.original_head)
+            return self.head(hidden)
+        finally:
+            self.head.module = module
+
+    def noise_floor(self) -> float:
+        """Return the KL of a change that means nothing: one weight unit's values moved to the next number of their type."""
+        tensor = self.units.weights[0].tensors[0]
+        parameter = self.model.get_parameter(tensor.parameter)
+        kept = parameter.data
+        try:
+            parameter.data = torch.nextafter(kept, torch.full_like(kept, math.inf))
+            return max(0.0, self.measure_as_is().mean_kl)
+        finally:
+            parameter.data = kept
+
+
+class _Frozen(torch.nn.Module):
+    """A module run with given parameters in place of its own."""
+
+    def __init__(self, module: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.given = [module], parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(self.inner[0], self.given, (x,))  # type: ignore[no-any-return]

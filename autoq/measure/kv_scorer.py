@@ -1,0 +1,144 @@
+"""Inner products of the gradients of K (or V) with what each KV format would change, per sequence.
+
+For a format that keeps recent tokens in 16 bit only the pairs of a query and a token that it reads quantized count: the
+gradient over the other pairs is taken off first (`raw_pair_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoq.codec import static_absmax
+from autoq.formats.format import KVFormat
+from autoq.formats.reference import fit_blocks, rounding_error
+from autoq.model.kv_visibility import attend_mixed, quantized_pairs
+
+Pattern = tuple[str, int | None, int, int]
+
+
+def pattern(fmt: KVFormat) -> Pattern:
+    """What the visibility of a format depends on."""
+    return fmt.axis, fmt.values.block if fmt.axis == "channel" else None, fmt.residual, fmt.sink
+
+
+class KVScorer:
+    """Scores the K (or V) cache of one layer; keeps the largest magnitude seen, which calibrates static scales.
+
+    Attributes:
+        absmax: largest magnitude over the batches scored so far.
+        squared_error: float64 [formats]; squared_norm: sums over those batches.
+    """
+
+    def __init__(self, formats: Sequence[KVFormat], head_dim: int) -> None:
+        self.formats = tuple(f.for_head_dim(head_dim) for f in formats)
+        self.absmax = 0.0
+        self.squared_error = torch.zeros(len(self.formats), dtype=torch.float64)
+        self.squared_norm = 0.0
+
+    def score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
+        """Return u [formats, batch] from K or V and its gradient, both [batch, KV heads, tokens, head_dim].
+
+        `raw` holds, for each visibility pattern that is not causal, the part of the gradient over pairs read in 16 bit.
+        """
+        x = x.to(torch.float32)
+        self.absmax = max(self.absmax, float(x.abs().amax()))
+        self.squared_norm += float(torch.dot(x.flatten(), x.flatten()))
+        layouts: dict[Pattern, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        scores = []
+        for i, fmt in enumerate(self.formats):
+            key = pattern(fmt)
+            if key not in layouts:
+                seen = gradient - raw[key] if key in raw else gradient
+                values = _lay_out(x, fmt)
+                layouts[key] = (values, -values, _lay_out(seen.to(torch.float32), fmt).flatten(1))
+            values, negated, g = layouts[key]
+            delta = kv_rounding_error(fmt, values, negated, self.absmax)
+            self.squared_error[i] += float(torch.dot(delta.flatten(), delta.flatten()))
+            scores.append(torch.linalg.vecdot(delta.flatten(1), g) if values.numel() else g.new_zeros(x.shape[0]))
+        return torch.stack(scores)
+
+
+def kv_rounding_error(fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor, absmax: float) -> torch.Tensor:
+    """Return Q(x) - x for values [batch, along the blocks, others], in the same layout."""
+    length, others = values.shape[1:]
+    block = fmt.values.block or length
+    padding = -length % block
+    if padding:
+        values, negated = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (values, negated))
+    blocks, minus = (t.view(t.shape[0], -1, block, others) for t in (values, negated))
+    static = static_absmax(fmt, absmax, values)
+    scales = fit_blocks(fmt.values, blocks, 2, static)
+    return rounding_error(fmt.values, blocks, minus, scales, 2).flatten(1, 2)[:, :length]
+
+
+def _lay_out(x: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """[batch, heads, tokens, head_dim] -> contiguous [batch, along the blocks, others]; whole groups of tokens only."""
+    if fmt.axis == "token":
+        return x.permute(0, 3, 1, 2).flatten(2).contiguous()
+    whole = x.shape[2] - x.shape[2] % (fmt.values.block or 1)
+    return x[:, :, :whole].permute(0, 2, 1, 3).flatten(2).contiguous()
+
+
+def raw_pair_gradients(
+    fmt: KVFormat,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    d_output: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the parts of dL/dK and dL/dV that come from pairs which this format reads in 16 bit.
+
+    Args:
+        query [batch, heads, tokens, head_dim]; key, value [batch, KV heads, tokens, head_dim]; output and its gradient
+        d_output [batch, tokens, heads, head_dim]; mask and options as the attention function got them.
+    """
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    plain = mask is None and options.get("softcap") is None and options.get("s_aux") is None
+    if plain and fmt.axis == "channel" and fmt.residual == 0 and fmt.sink == 0 and fmt.values.block:
+        return _group_gradients(fmt.values.block, query, key, value, output, d_output, scaling)
+    with torch.enable_grad():
+        live_key, live_value = key.detach().requires_grad_(), value.detach().requires_grad_()
+        pairs = ~quantized_pairs(fmt, query.shape[2], key.shape[2], key.device)
+        softcap, sinks = options.get("softcap"), options.get("s_aux")
+        out = attend_mixed(query, key, value, live_key, live_value, pairs, pairs, mask, scaling, softcap, sinks)
+        grads = torch.autograd.grad(out, (live_key, live_value), d_output)
+    return grads[0], grads[1]
+
+
+def _group_gradients(
+    group: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    d_output: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for plain causal attention and groups of tokens: the pairs are blocks on the diagonal.
+
+    dV = P^T dO and dK = (P * (dO V^T - rowsum(dO * O)))^T Q * scaling, as in FlashAttention-2 (Dao 2023, algorithm 2).
+    """
+    batch, heads, tokens, dim = query.shape
+    folded = (query * scaling).view(batch, key.shape[1], -1, tokens, dim)
+    d_folded = d_output.transpose(1, 2).reshape(folded.shape)
+    slope = (d_folded * output.transpose(1, 2).reshape(folded.shape)).sum(-1, keepdim=True)
+    d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+    future = torch.ones(group, group, dtype=torch.bool, device=query.device).triu(1)
+    for start in range(0, tokens - group + 1, group):
+        own, seen = slice(start, start + group), slice(0, start + group)
+        q, d_out, v = folded[..., own, :], d_folded[..., own, :], value[:, :, own]
+        scores = (q.flatten(2, 3) @ key[:, :, seen].transpose(2, 3)).unflatten(2, (-1, group))
+        scores[..., own].masked_fill_(future, float("-inf"))
+        weights = torch.exp(scores[..., own] - scores.logsumexp(-1, keepdim=True))
+        weights[..., -1, :] = 0.0  # the query that completes a group reads it quantized
+        d_weights = (d_out.flatten(2, 3) @ v.transpose(2, 3)).unflatten(2, (-1, group))
+        d_scores = weights * (d_weights - slope[..., own, :])
+        d_key[:, :, own] = d_scores.flatten(2, 3).transpose(2, 3) @ q.flatten(2, 3)
+        d_value[:, :, own] = weights.flatten(2, 3).transpose(2, 3) @ d_out.flatten(2, 3)
+    return d_key, d_value

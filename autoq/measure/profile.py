@@ -1,0 +1,279 @@
+"""The profile: for every unit and candidate format the samples u, their storage, and what calibrates static scales.
+
+It is one safetensors file that grows batch by batch and is replaced atomically; profile.json beside it is the same in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from autoq.errors import AutoqError, UserError
+from autoq.measure.damage import Candidates, DamageScorer
+from autoq.model.units import ModelUnits
+
+FILE = "profile.safetensors"
+VERSION = 1
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a profile came from; two profiles with the same fingerprint have the same gradients, so their samples combine."""
+
+    model: str
+    text: str
+    seed: int
+    sequences: int
+    tokens: int
+    dtype: str
+    include: tuple[str, ...]
+
+    def difference(self, other: Fingerprint) -> list[str]:
+        """Return the names of the fields that differ."""
+        return [key for key, value in asdict(self).items() if value != getattr(other, key)]
+
+
+@dataclass
+class Profile:
+    """Samples by unit and format.
+
+    Attributes:
+        samples: unit -> format -> float32 [sequences], the u of method section 2 (NaN where not scored yet).
+        relative_error: unit -> format -> squared error over squared norm.
+        absmax: cache unit -> largest magnitude seen.
+        corrections: "kind/format" -> measured KL of the uniform format over its prediction, on the profile's text.
+        done: sequences scored.
+    """
+
+    fingerprint: Fingerprint
+    samples: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    relative_error: dict[str, dict[str, float]] = field(default_factory=dict)
+    absmax: dict[str, float] = field(default_factory=dict)
+    corrections: dict[str, float] = field(default_factory=dict)
+    done: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.done >= self.fingerprint.sequences
+
+    def heavy_sequences(self) -> list[int]:
+        """Return the sequences that carry more than ten times their share of the summed damage: read the prediction with care."""
+        total = sum(torch.stack(list(by_format.values())).square().sum(0) for by_format in self.samples.values() if by_format)
+        if isinstance(total, int) or float(total.sum()) == 0:
+            return []
+        share = total / total.sum() * len(total)
+        return [i for i, s in enumerate(share.tolist()) if s > 10]
+
+    def save(self, run: Path) -> None:
+        """Write the profile into the run folder; a reader sees the old file or the new one, never half of one."""
+        tensors = {}
+        for unit, by_format in self.samples.items():
+            if by_format:
+                tensors[unit] = torch.stack(list(by_format.values())).contiguous()
+        meta = {
+            "version": VERSION,
+            "fingerprint": asdict(self.fingerprint),
+            "done": self.done,
+            "formats": {unit: list(by_format) for unit, by_format in self.samples.items()},
+            "relative_error": self.relative_error,
+            "absmax": self.absmax,
+            "corrections": self.corrections,
+        }
+        run.mkdir(parents=True, exist_ok=True)
+        part = run / (FILE + ".part")
+        save_file(tensors, part, metadata={"autoq": json.dumps(meta)})
+        os.replace(part, run / FILE)
+        words = run / "profile.json.part"
+        words.write_text(json.dumps(meta, indent=1) + "\n")
+        os.replace(words, run / "profile.json")
+
+    @staticmethod
+    def load(run: Path) -> Profile:
+        """Read a run folder's profile; raises UserError if there is none or it cannot be read."""
+        path = run / FILE
+        if not path.is_file():
+            raise UserError(f"there is no profile in {str(run)!r}: `autoq profile --run {run}` writes one")
+        try:
+            with safe_open(path, framework="pt") as stored:
+                meta = json.loads(stored.metadata()["autoq"])
+                rows = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"the profile {str(path)!r} cannot be read ({error}): delete it and profile again") from error
+        if meta["version"] != VERSION:
+            raise UserError(f"the profile {str(path)!r} is of version {meta['version']}, this autoq reads {VERSION}: profile again")
+        made = meta["fingerprint"]
+        return Profile(
+            fingerprint=Fingerprint(**{**made, "include": tuple(made["include"])}),
+            samples={u: dict(zip(f, rows[u], strict=True)) if f else {} for u, f in meta["formats"].items()},
+            relative_error=meta["relative_error"],
+            absmax=meta["absmax"],
+            corrections=meta["corrections"],
+            done=meta["done"],
+        )
+
+
+def make_profile(
+    model: PreTrainedModel,
+    units: ModelUnits,
+    candidates: Candidates,
+    ids: torch.Tensor,
+    fingerprint: Fingerprint,
+    run: Path,
+    batch: int = 8,
+    recompute: bool = False,
+    progress: Progress = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Score all candidates on the sequences ids [sequences, tokens], or finish, extend or reuse the profile in `run`.
+
+    Raises UserError if `run` holds a profile of something else.
+    """
+    have = Profile.load(run) if (run / FILE).is_file() else None
+    if have is not None and (changed := have.fingerprint.difference(fingerprint)):
+        raise UserError(
+            f"{str(run)!r} holds a profile of another {' and '.join(changed)}: choose another --run folder, or delete {FILE} there"
+        )
+    profile = have or Profile(fingerprint)
+    if profile.complete or profile.done == 0:
+        missing = _missing(profile, units, candidates)
+        if have is not None and profile.complete:
+            if not _any(missing):
+                say("the profile is complete: nothing to score")
+                return profile
+            names = sorted({f.name for f in (*missing.weights, *missing.keys, *missing.values)})
+            say(f"scoring {', '.join(names)}; the {len(have.samples)} units' other formats are kept (same gradients)")
+        addition = Profile(fingerprint) if have is not None and profile.complete else profile
+        _run(model, units, missing, ids, addition, run if addition is profile else None, batch, recompute, progress)
+        if addition is not profile:
+            _merge(profile, addition)
+            profile.save(run)
+        return profile
+    say(f"going on after sequence {profile.done} of {fingerprint.sequences}")
+    scored = _scored(profile, units, candidates)
+    _run(model, units, scored, ids, profile, run, batch, recompute, progress)
+    return make_profile(model, units, candidates, ids, fingerprint, run, batch, recompute, progress, say)
+
+
+def _run(
+    model: PreTrainedModel,
+    units: ModelUnits,
+    candidates: Candidates,
+    ids: torch.Tensor,
+    profile: Profile,
+    run: Path | None,
+    batch: int,
+    recompute: bool,
+    progress: Progress,
+) -> None:
+    scorer = DamageScorer(model, units, candidates, recompute)
+    total = len(ids)
+    start = profile.done
+    for name, kv in scorer.caches.items():
+        kv.absmax = profile.absmax.get(name, 0.0)
+    if start == 0:
+        for unit in units.units:
+            names = [f.name for f in candidates.for_unit(unit)]
+            profile.samples[unit.name] = {n: torch.full((total,), float("nan")) for n in names}
+    progress(start, total)
+    for at in range(start, total, batch):
+        part = slice(at, min(at + batch, total))
+        seeds = [_sequence_seed(profile.fingerprint.seed, i) for i in range(part.start, part.stop)]
+        for name, u in scorer.score(ids[part].to(model.device), seeds).items():
+            for row, samples in zip(u.cpu(), profile.samples[name].values(), strict=True):
+                samples[part] = row
+        _take_errors(profile, units, candidates, scorer)
+        profile.done = part.stop
+        if run is not None:
+            profile.save(run)
+        progress(part.stop, total)
+    if not all(torch.isfinite(s).all() for by_format in profile.samples.values() for s in by_format.values()):
+        raise AutoqError("a gradient of this model is not finite: try --dtype float32")
+
+
+def _take_errors(profile: Profile, units: ModelUnits, candidates: Candidates, scorer: DamageScorer) -> None:
+    """Note relative errors and calibration; after a resume the errors of K and V are those of the batches since."""
+    for unit in units.units:
+        formats = candidates.for_unit(unit)
+        if unit.kind == "weight":
+            parts = [scorer.weights[t.name] for t in unit.tensors if t.name in scorer.weights]
+            if len(parts) < len(unit.tensors):  # no token of this batch reached an expert layer
+                continue
+            error = torch.stack([p.squared_error for p in parts]).sum(0) / max(sum(p.squared_norm for p in parts), 1e-300)
+        else:
+            kv = scorer.caches[unit.name]
+            error = kv.squared_error / max(kv.squared_norm, 1e-300)
+            profile.absmax[unit.name] = kv.absmax
+        profile.relative_error[unit.name] = {f.name: float(e) for f, e in zip(formats, error, strict=True)}
+
+
+def _missing(profile: Profile, units: ModelUnits, candidates: Candidates) -> Candidates:
+    def lacking(kind: str, formats: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_kind = [u for u in units.units if u.kind == kind]
+        able = {u.name: {f.name for f in candidates.for_unit(u)} for u in of_kind}
+        return tuple(
+            f for f in formats if any(f.name in able[u.name] and f.name not in profile.samples.get(u.name, {}) for u in of_kind)
+        )
+
+    return Candidates(
+        lacking("weight", candidates.weights), lacking("key", candidates.keys), lacking("value", candidates.values)
+    )
+
+
+def _scored(profile: Profile, units: ModelUnits, candidates: Candidates) -> Candidates:
+    """The candidates that a half-finished profile was made for, by name."""
+    from autoq.formats.catalog import kv_format, weight_format
+
+    def names(kind: str) -> list[str]:
+        found: dict[str, None] = {}
+        for unit in units.units:
+            if unit.kind == kind:
+                found.update(dict.fromkeys(profile.samples.get(unit.name, {})))
+        return list(found)
+
+    known = {f.name: f for f in candidates.weights}
+    return Candidates(
+        tuple(known.get(n) or weight_format(n) for n in names("weight")),
+        tuple(kv_format(n) for n in names("key")),
+        tuple(kv_format(n) for n in names("value")),
+    )
+
+
+def _any(candidates: Candidates) -> bool:
+    return bool(candidates.weights or candidates.keys or candidates.values)
+
+
+def _merge(profile: Profile, addition: Profile) -> None:
+    for unit, by_format in addition.samples.items():
+        profile.samples.setdefault(unit, {}).update(by_format)
+        profile.relative_error.setdefault(unit, {}).update(addition.relative_error.get(unit, {}))
+
+
+def _sequence_seed(seed: int, index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:7], "little")
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Return a hash of every tensor's name, shape and up to 4,096 of its values, spread evenly."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 4096)].to(torch.float32).cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text_fingerprint(ids: torch.Tensor) -> str:
+    """Return a hash of token ids."""
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]

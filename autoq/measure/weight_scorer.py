@@ -1,0 +1,109 @@
+"""Inner products of a weight's gradient with what each format would change: u = <dL/dW, Q_f(W) - W>, per sequence.
+
+The weight is walked in pieces of some output rows, transposed to [inputs, rows], so that every step runs over contiguous
+rows while the piece stays in the processor's cache. Scales are chosen once and kept as stored; rounded values and
+gradients live for one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autoq.formats.format import Format
+from autoq.formats.reference import Scales, fit_blocks, rounding_error
+from autoq.model.units import WeightTensor
+
+PIECE_VALUES = 1 << 17
+
+
+@dataclass(frozen=True)
+class _Piece:
+    matrix: int
+    rows: slice
+    scales: tuple[Scales, ...]
+
+
+class WeightScorer:
+    """Scores one weight tensor against all candidate formats.
+
+    Attributes:
+        squared_error: float64 [formats], the sum of (Q_f(W) - W)^2.
+        squared_norm: the sum of W^2.
+    """
+
+    def __init__(self, tensor: WeightTensor, weight: torch.Tensor, formats: tuple[Format, ...]) -> None:
+        self.tensor = tensor
+        self.formats = formats
+        # [matrices, inputs, outputs]
+        view = weight.detach().reshape(-1, *weight.shape[-2:])
+        self.weight = view if tensor.layout in ("conv1d", "experts_transposed") else view.transpose(1, 2)
+        self.inputs, self.outputs = self.weight.shape[1:]
+        largest_block = max((f.block or 1) for f in formats)
+        ragged = any(f.block and self.inputs % f.block for f in formats)
+        self.padded = -(-self.inputs // largest_block) * largest_block if ragged else self.inputs
+        self.squared_error = torch.zeros(len(formats), dtype=torch.float64)
+        self.squared_norm = float(self.weight.to(torch.float32).square().sum(dtype=torch.float64))
+        self.pieces = [piece for m in range(self.weight.shape[0]) for piece in self._fit(m)]
+
+    def _fit(self, matrix: int) -> list[_Piece]:
+        absmax = self.weight[matrix].abs().amax().to(torch.float32)
+        step = max(16, PIECE_VALUES // self.padded)
+        pieces = []
+        for start in range(0, self.outputs, step):
+            rows = slice(start, min(start + step, self.outputs))
+            values = self._values(matrix, rows)
+            negated = -values
+            scales = []
+            for i, fmt in enumerate(self.formats):
+                blocks = self._blocks(values, fmt)
+                scales.append(fit_blocks(fmt, blocks, 1, absmax if fmt.tensor_scale else None))
+                delta = rounding_error(fmt, blocks, self._blocks(negated, fmt), scales[-1], 1).flatten()
+                self.squared_error[i] += float(torch.dot(delta, delta))
+            pieces.append(_Piece(matrix, rows, tuple(scales)))
+        return pieces
+
+    def _values(self, matrix: int, rows: slice) -> torch.Tensor:
+        values = self.weight[matrix, :, rows]
+        if self.padded == self.inputs:
+            return values.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        out = torch.zeros(self.padded, values.shape[1], dtype=torch.float32, device=values.device)
+        out[: self.inputs] = values
+        return out
+
+    def _blocks(self, values: torch.Tensor, fmt: Format) -> torch.Tensor:
+        if fmt.block is None:  # a row scale must not see more than the row
+            return values[: self.inputs].unsqueeze(0)
+        covered = fmt.blocks(self.inputs) * fmt.block
+        return values[:covered].view(-1, fmt.block, values.shape[1])
+
+    def score(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        """Return u [formats, batch] from the layer's input x [batch, tokens, in] and output gradient dy [batch, tokens, out]."""
+        total = torch.zeros(len(self.formats), x.shape[0], dtype=torch.float32, device=x.device)
+        inputs = x.transpose(1, 2)
+        for piece in self.pieces:
+            gradient = torch.bmm(inputs, dy[..., piece.rows]).to(torch.float32)
+            total += self._score_piece(piece, gradient)
+        return total
+
+    def score_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return u [formats, 1] from the gradient of the whole tensor for one sequence, in the tensor's own shape."""
+        view = gradient.reshape(-1, *gradient.shape[-2:])
+        view = view if self.tensor.layout in ("conv1d", "experts_transposed") else view.transpose(1, 2)
+        total = torch.zeros(len(self.formats), 1, dtype=torch.float32, device=gradient.device)
+        for piece in self.pieces:
+            total += self._score_piece(piece, view[piece.matrix, :, piece.rows].to(torch.float32).unsqueeze(0))
+        return total
+
+    def _score_piece(self, piece: _Piece, gradient: torch.Tensor) -> torch.Tensor:
+        """gradient [batch, inputs, rows] -> [formats, batch]."""
+        values = self._values(piece.matrix, piece.rows)
+        negated = -values
+        flat = gradient.flatten(1)
+        scores = []
+        for fmt, scales in zip(self.formats, piece.scales, strict=True):
+            blocks = self._blocks(values, fmt)
+            delta = rounding_error(fmt, blocks, self._blocks(negated, fmt), scales, 1).flatten()
+            scores.append(flat @ delta[: flat.shape[1]])
+        return torch.stack(scores)

@@ -1,0 +1,104 @@
+"""The only way a live model changes: `with quantized(model, assignment)`; everything is back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from autoq import codec
+from autoq.formats.format import Format, KVFormat
+from autoq.model.attention import AttentionFunction, AttentionHandler, intercepted
+from autoq.model.kv_visibility import attend_mixed, quantized_pairs
+from autoq.model.units import ModelUnits
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A format for every unit; a unit that is not named keeps 16 bit.
+
+    Attributes:
+        weights, caches: by unit name. absmax: calibrated largest magnitude of a cache unit, for static scales.
+    """
+
+    weights: Mapping[str, Format] = field(default_factory=dict)
+    caches: Mapping[str, KVFormat] = field(default_factory=dict)
+    absmax: Mapping[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def quantized(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) -> Iterator[PreTrainedModel]:
+    """Run the block with the assignment's weights and K/V in place of the model's own.
+
+    Weights are replaced by their decoded values, kept aside and put back, also after an exception or an interrupt. K and V
+    are quantized where attention reads them, so that one teacher-forced pass equals decoding token by token.
+    """
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+    with ExitStack() as stack:
+        stack.callback(_restore, kept)
+        for unit in units.weights:
+            fmt = assignment.weights.get(unit.name)
+            if fmt is None or fmt.is_original:
+                continue
+            for tensor in unit.tensors:
+                parameter = model.get_parameter(tensor.parameter)
+                kept[parameter] = parameter.data
+                transposed = tensor.layout in ("conv1d", "experts_transposed")
+                parameter.data = codec.fake_quantize_weight(parameter.data, fmt, transposed)
+                if fmt.activation is not None and not tensor.layout.startswith("experts"):
+                    module = model.get_submodule(tensor.name)
+                    stack.callback(module.register_forward_pre_hook(_quantize_input(fmt.activation)).remove)
+        if any(not f.is_original for f in assignment.caches.values()):
+            stack.enter_context(intercepted(model, _handler(model, units, assignment)))
+        yield model
+
+
+def _restore(kept: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    for parameter, data in kept.items():
+        parameter.data = data
+
+
+def _quantize_input(fmt: Format) -> Any:
+    def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (codec.fake_quantize_activation(inputs[0], fmt), *inputs[1:])
+
+    return hook
+
+
+def _handler(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) -> AttentionHandler:
+    original = KVFormat("bf16", Format("bf16", None))
+    by_module: dict[torch.nn.Module, dict[str, tuple[KVFormat, float]]] = {}
+    for unit in units.caches:
+        chosen = (assignment.caches.get(unit.name, original), assignment.absmax.get(unit.name, 0.0))
+        by_module.setdefault(model.get_submodule(unit.module), {})[unit.kind] = chosen
+
+    def handle(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        attend: AttentionFunction,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if module not in by_module:
+            return attend(module, query, key, value, mask, **options)
+        (key_format, key_absmax), (value_format, value_absmax) = by_module[module]["key"], by_module[module]["value"]
+        new_key = codec.fake_quantize_cache(key, key_format, key_absmax)
+        new_value = codec.fake_quantize_cache(value, value_format, value_absmax)
+        if key_format.is_causal and value_format.is_causal:
+            return attend(module, query, new_key, new_value, mask, **options)
+        queries, tokens = query.shape[2], key.shape[2]
+        key_pairs = quantized_pairs(key_format, queries, tokens, key.device)
+        value_pairs = quantized_pairs(value_format, queries, tokens, key.device)
+        scaling = options.get("scaling") or query.shape[-1] ** -0.5
+        softcap, sinks = options.get("softcap"), options.get("s_aux")
+        return attend_mixed(
+            query, key, value, new_key, new_value, key_pairs, value_pairs, mask, scaling, softcap, sinks
+        ), None
+
+    return handle

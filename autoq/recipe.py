@@ -1,0 +1,313 @@
+"""The recipe: one YAML file that says which format every weight, key and value takes, what that costs, and why to believe it.
+
+It stands alone: every format used is written out in full, and every tensor is named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoq.errors import UserError, unknown
+from autoq.formats.catalog import WEIGHT_FORMATS
+from autoq.formats.format import SCALE_BITS, FloatElement, Format, IntElement, KVFormat
+
+SCHEMA_VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FormatEntry(_Strict):
+    """A format written out in full."""
+
+    element: str = Field(description="E2M1, E2M3, E3M2, E4M3, E5M2, INTn, INTn asym, or BF16 for the original")
+    block: int | None = Field(description="values that share a scale; null is the whole row")
+    scale: str = Field(description="type the block scales are stored in")
+    rule: str = Field(description="how the encoder picks the scale")
+    tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
+    tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
+    axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
+    static_scale: str | float | None = Field(default=None, description="KV: where the static scale comes from")
+    residual: int = Field(default=0, description="KV: newest tokens kept in 16 bit")
+    sink: int = Field(default=0, description="KV: first tokens kept in 16 bit")
+    activation: str | None = Field(default=None, description="format of the layer's input")
+
+
+class WeightEntry(_Strict):
+    """The format of one weight unit: tensors that share it."""
+
+    format: str
+    role: str
+    layer: int | None
+    bits: float = Field(description="effective bits per value")
+    numel: int
+    predicted_kl: float = Field(description="nats per token")
+    tensors: tuple[str, ...]
+
+
+class CacheEntry(_Strict):
+    """The format of the K or the V cache of one layer."""
+
+    format: str
+    bits: float
+    predicted_kl: float
+    absmax: float = Field(description="largest magnitude in the profile's text; calibrates static scales")
+
+
+class KVEntry(_Strict):
+    """The cache of one attention layer."""
+
+    layer: int
+    module: str
+    values_per_token: int = Field(description="KV heads x head_dim, for K and V each")
+    key: CacheEntry
+    value: CacheEntry
+
+
+class ModelEntry(_Strict):
+    id: str
+    fingerprint: str
+    architecture: str
+    parameters: int
+
+
+class BudgetEntry(_Strict):
+    weights: str | None
+    kv: str | None
+    context: int = Field(description="tokens at which the cache is priced")
+
+
+class TotalsEntry(_Strict):
+    bits: float = Field(description="effective bits of the searched weights, scales and padding counted")
+    bits_whole_model: float = Field(description="the same over all parameters, embeddings and norms too")
+    kv_bits: float = Field(description="bits per cached value at the context")
+    weight_bytes: int = Field(description="all weights")
+    kv_bytes: int = Field(description="the cache of one sequence at the context")
+
+
+class PredictedEntry(_Strict):
+    kl: float
+    stderr: float
+    estimator: str
+
+
+class UniformEntry(_Strict):
+    format: str
+    bits: float
+    kv_bits: float
+    measured_kl: float
+    recipe_minus_uniform: float = Field(description="difference of measured KL, paired by window; negative: the recipe is better")
+    stderr: float
+
+
+class MeasuredEntry(_Strict):
+    kl: float
+    kl_stderr: float
+    kl_percentiles: dict[str, float]
+    top1_agreement: float
+    perplexity: float
+    perplexity_original: float
+    perplexity_ratio_stderr: float
+    noise_floor: float
+    windows: int
+    tokens_per_window: int
+    text: str
+    uniform: tuple[UniformEntry, ...]
+
+
+class ProvenanceEntry(_Strict):
+    command: str
+    created: str
+    seed: int
+    space: str
+    profile_text: str
+    profile_sequences: int
+    profile_tokens: int
+    dtype: str
+    device: str
+    versions: dict[str, str]
+
+
+class Recipe(_Strict):
+    """A recipe; field order is the order in the file."""
+
+    schema_version: Literal[1]
+    model: ModelEntry
+    budget: BudgetEntry
+    totals: TotalsEntry
+    predicted: PredictedEntry
+    measured: MeasuredEntry | None
+    formats: dict[str, FormatEntry]
+    weights: dict[str, WeightEntry]
+    kv: tuple[KVEntry, ...]
+    left_out: dict[str, int] = Field(description="reason -> parameters that stay in 16 bit")
+    provenance: ProvenanceEntry
+
+    def weight_formats(self) -> dict[str, Format]:
+        """Return unit -> Format as the file defines it."""
+        return {name: format_of(entry.format, self.formats) for name, entry in self.weights.items()}
+
+    def cache_formats(self) -> dict[str, KVFormat]:
+        """Return cache unit -> KVFormat as the file defines it."""
+        found = {}
+        for layer in self.kv:
+            for kind in ("key", "value"):
+                found[f"{layer.module}.{kind}"] = kv_format_of(getattr(layer, kind).format, self.formats)
+        return found
+
+    def absmax(self) -> dict[str, float]:
+        """Return cache unit -> calibrated largest magnitude."""
+        return {f"{e.module}.{k}": getattr(e, k).absmax for e in self.kv for k in ("key", "value")}
+
+    def write(self, path: Path) -> None:
+        """Write the YAML file atomically."""
+        part = path.with_name(path.name + ".part")
+        part.write_text(to_yaml(self), encoding="utf-8")
+        os.replace(part, path)
+
+
+_COMMENTS = {
+    "model": "What this recipe is for; the fingerprint is checked when the recipe is applied.",
+    "budget": "What was asked for.",
+    "totals": "What it stores. bits: effective bits per searched weight, scales and padding counted.",
+    "predicted": "Nats of KL per token, summed over the units, with its standard error over the profile's sequences.",
+    "measured": "On text that was not profiled; errors are over windows, comparisons are paired by window.",
+    "formats": "Every format used, written out in full.",
+    "weights": "Tensors of one unit share a format (serving engines fuse them).",
+    "kv": "The cache, layer by layer, keys apart from values.",
+    "left_out": "Parameters that stay in 16 bit, and why.",
+    "provenance": "How this file was made.",
+}
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Return the file's text: a fixed order, one entry a line where it fits, comments before each section."""
+    data = recipe.model_dump(mode="json")
+    lines = [f"# autoq recipe for {recipe.model.id}: {recipe.totals.bits:.4f} bits per weight, {recipe.totals.kv_bits:.4g} per cached value."]
+    lines.append("# `autoq show` prints it as a table.")
+    for key, value in data.items():
+        lines.append(f"\n# {_COMMENTS[key]}" if key in _COMMENTS else "")
+        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=140, default_flow_style=None)
+        lines.append(text.rstrip("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe strictly: an unknown key, an unknown format or a missing field is a UserError that names it."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no recipe {str(path)!r}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"the recipe {str(path)!r} is not YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"the recipe {str(path)!r} is not a mapping of keys")
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise UserError(f"the recipe {str(path)!r} has schema_version {version!r}, this autoq reads {SCHEMA_VERSION}")
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"the recipe {str(path)!r} is not valid: {_first_problem(error)}") from error
+    for unit, entry in recipe.weights.items():
+        if entry.format not in recipe.formats:
+            raise unknown(f"format in the recipe's unit {unit}:", entry.format, recipe.formats)
+    for layer in recipe.kv:
+        for cache in (layer.key, layer.value):
+            if cache.format not in recipe.formats:
+                raise unknown(f"format in the recipe's layer {layer.layer}:", cache.format, recipe.formats)
+    recipe.weight_formats()
+    recipe.cache_formats()
+    return recipe
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(p) for p in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        owner: Any = Recipe
+        for part in problem["loc"][:-1]:
+            owner = _field_type(owner, part)
+        names = list(owner.model_fields) if isinstance(owner, type) and issubclass(owner, BaseModel) else []
+        return str(unknown(f"key at {where}:", str(problem["loc"][-1]), names))
+    return f"{where}: {problem['msg']}"
+
+
+def _field_type(owner: Any, part: int | str) -> Any:
+    """Follow one step of an error's location: a field's model class, through containers."""
+    if isinstance(owner, type) and issubclass(owner, BaseModel):
+        owner = owner.model_fields[str(part)].annotation if str(part) in owner.model_fields else None
+    for inner in getattr(owner, "__args__", ()):
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            return inner if isinstance(part, int | str) else owner
+    return owner
+
+
+def describe(name: str, fmt: Format | KVFormat) -> FormatEntry:
+    """Write a format out in full."""
+    values = fmt.values if isinstance(fmt, KVFormat) else fmt
+    entry = {
+        "element": values.element.name if values.element else "BF16",
+        "block": values.block,
+        "scale": values.scale,
+        "rule": values.rule,
+        "tensor_scale": values.tensor_scale,
+        "tensor_range": values.tensor_range if values.scale == "e4m3" else None,
+        "activation": values.activation.name if values.activation else None,
+    }
+    if isinstance(fmt, KVFormat):
+        entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink}
+    return FormatEntry(**entry)  # type: ignore[arg-type]
+
+
+def format_of(name: str, entries: dict[str, FormatEntry]) -> Format:
+    """Build a weight format from its entry; raises UserError for an element or scale autoq does not know."""
+    entry = entries[name]
+    return _block_format(name, entry)
+
+
+def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
+    """Build a KV format from its entry."""
+    entry = entries[name]
+    calibration: Any = entry.static_scale if entry.static_scale is not None else "none"
+    return KVFormat(name, _block_format(name, entry), entry.axis or "token", calibration, entry.residual, entry.sink)
+
+
+def _block_format(name: str, entry: FormatEntry) -> Format:
+    if entry.scale not in SCALE_BITS:
+        raise unknown(f"scale type of format {name}:", entry.scale, SCALE_BITS)
+    activation = None
+    if entry.activation is not None:
+        if entry.activation not in WEIGHT_FORMATS:
+            raise unknown(f"activation format of {name}:", entry.activation, WEIGHT_FORMATS)
+        activation = WEIGHT_FORMATS[entry.activation]
+    extra: dict[str, Any] = {} if entry.tensor_range is None else {"tensor_range": entry.tensor_range}
+    return Format(
+        name, _element(name, entry.element), entry.block, entry.scale, entry.rule, entry.tensor_scale, activation=activation, **extra  # type: ignore[arg-type]
+    )
+
+
+def _element(name: str, text: str) -> FloatElement | IntElement | None:
+    if text == "BF16":
+        return None
+    found = re.match(r"^INT([2-8])( asym)?$", text)
+    if found:
+        return IntElement(int(found.group(1)), found.group(2) is not None)
+    known = {f.element.name: f.element for f in WEIGHT_FORMATS.values() if isinstance(f.element, FloatElement)}
+    if text not in known:
+        raise unknown(f"element of format {name}:", text, [*known, "INT4", "INT4 asym", "BF16"])
+    return known[text]
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a recipe."""
+    return Recipe.model_json_schema()
+
+

@@ -1,0 +1,234 @@
+"""Results as text: tables with rich. Reads results, computes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from autoq.api import FrontResult, SearchResult
+    from autoq.search.front import FrontPoint
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+class RichReporter:
+    """Progress bars and lines on stderr."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text, style="dim"), soft_wrap=True)
+
+    def stage(self, name: str) -> RichStage:
+        return RichStage(self.console, name)
+
+
+class RichStage:
+    """One stage's bar, gone when it is done; a line with its time stays."""
+
+    def __init__(self, console: Console, name: str) -> None:
+        self.name = name
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console, transient=True,
+        )  # fmt: skip
+        self.progress.start()
+        self.task: TaskID = self.progress.add_task(name, total=None)
+
+    def update(self, done: int, total: int) -> None:
+        self.progress.update(self.task, completed=done, total=total)
+
+    def close(self) -> None:
+        elapsed = self.progress.tasks[0].elapsed or 0.0
+        self.progress.stop()
+        self.progress.console.print(f"[green]done[/] {self.name} [dim]{elapsed:.1f} s[/]")
+
+
+def size(count: float) -> str:
+    """Write bytes for people."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:.0f} B"
+
+
+def nats(value: float) -> str:
+    """Write a damage: enough digits to compare, no more."""
+    return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.1e}"
+
+
+def search_result(result: SearchResult) -> RenderableType:
+    """Return what `autoq search` prints at the end."""
+    from autoq.api import show
+
+    recipe, measured = result.recipe, result.divergence
+    totals, predicted = recipe.totals, recipe.predicted
+    lines = Table.grid(padding=(0, 2))
+    lines.add_row("weights", f"{totals.bits:.4f} bits each ({totals.bits_whole_model:.4f} over the whole model, {size(totals.weight_bytes)})")
+    lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value ({size(totals.kv_bytes)} at {recipe.budget.context:,} tokens)")
+    lines.add_row("predicted KL", f"{nats(predicted.kl)} ± {nats(predicted.stderr)} nats per token")
+    lines.add_row(
+        "measured KL",
+        f"{nats(measured.mean_kl)} ± {nats(measured.stderr)} nats per token, "
+        f"{measured.kl.shape[0]} windows of {measured.kl.shape[1]} (noise floor {result.noise_floor:.1e})",
+    )
+    points = measured.percentiles()
+    lines.add_row("  per token", "  ".join(f"{k} {nats(v)}" for k, v in points.items()))
+    lines.add_row("top-1 agreement", f"{100 * measured.top1_agreement:.1f} %")
+    ratio = measured.perplexity / measured.perplexity_original
+    lines.add_row(
+        "perplexity",
+        f"{measured.perplexity_original:.3f} before, {measured.perplexity:.3f} after "
+        f"(ratio {ratio:.4f} ± {measured.perplexity_ratio_stderr:.4f})",
+    )
+    parts: list[RenderableType] = [
+        unit_table(show(recipe)["units"], predicted.kl),
+        front_table(result.front, totals.bits, "bits per weight"),
+        front_table(result.kv_front, totals.kv_bits, "bits per cached value"),
+        uniform_table(result),
+        lines,
+    ]
+    parts += [Text(f"warning: {w}", style="yellow") for w in result.warnings]
+    files = Table.grid(padding=(0, 2))
+    for name, what in (
+        ("recipe.yaml", "the recipe"), ("result.json", "these figures"), ("profile.safetensors", "the profile, reused for any budget"),
+        ("profile.json", "the profile's facts in words"), ("run.json", "what was asked"),
+    ):  # fmt: skip
+        files.add_row(str(result.run / name), Text(what, style="dim"))
+    parts += [Text("written", style="bold"), files, _next_steps(result)]
+    return Group(*(p for p in parts if p is not None))
+
+
+def _next_steps(result: SearchResult) -> RenderableType:
+    steps = Table.grid(padding=(0, 2))
+    steps.add_row(f"autoq show {result.recipe_path}", Text("this recipe again", style="dim"))
+    steps.add_row(f"autoq front {result.run}", Text("what other budgets would cost", style="dim"))
+    steps.add_row(
+        f"autoq search --model {result.recipe.model.id} --run {result.run} --budget 5bits",
+        Text("another budget from the same profile", style="dim"),
+    )
+    return Group(Text("next", style="bold"), steps)
+
+
+def unit_table(units: list[dict[str, Any]], total: float) -> RenderableType:
+    """Return units as a table, neighbouring layers of one role and format in one row."""
+    table = Table(title="recipe", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for name, justify in (("unit", "left"), ("role", "left"), ("format", "left"), ("bits", "right"), ("predicted KL", "right"), ("share", "right")):
+        table.add_column(name, justify=justify, no_wrap=name != "unit", overflow="fold")  # type: ignore[arg-type]
+    for row in grouped(units):
+        share = 100 * row["predicted_kl"] / total if total > 0 else 0.0
+        table.add_row(row["name"], row["role"], row["format"], f"{row['bits']:.3f}", nats(row["predicted_kl"]), f"{share:.1f} %")
+    return table
+
+
+def grouped(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join units of consecutive layers that have the same part name and format: "layers 3-17 mlp.down_proj"."""
+    order: dict[str, list[dict[str, Any]]] = {}
+    for unit in units:
+        order.setdefault(_part_name(unit), []).append(unit)
+    rows: list[dict[str, Any]] = []
+    for part, members in order.items():
+        run: list[dict[str, Any]] = []
+        for unit in [*members, None]:
+            if run and (unit is None or unit["format"] != run[-1]["format"] or unit["layer"] is None or unit["layer"] != run[-1]["layer"] + 1):
+                rows.append(_row(part, run))
+                run = []
+            if unit is not None:
+                run.append(unit)
+    return rows
+
+
+def _part_name(unit: dict[str, Any]) -> str:
+    if unit["layer"] is None:
+        return str(unit["unit"])
+    return str(unit["unit"]).split(f".{unit['layer']}.", 1)[-1]
+
+
+def _row(part: str, run: list[dict[str, Any]]) -> dict[str, Any]:
+    first, last = run[0]["layer"], run[-1]["layer"]
+    where = "" if first is None else f"layer {first} " if first == last else f"layers {first}-{last} "
+    values = sum(u["numel"] for u in run)
+    return {
+        "name": where + part,
+        "role": run[0]["role"],
+        "format": run[0]["format"],
+        "bits": sum(u["bits"] * u["numel"] for u in run) / max(1, values),
+        "predicted_kl": sum(u["predicted_kl"] for u in run),
+    }
+
+
+def front_table(points: tuple[FrontPoint, ...], chosen: float, what: str) -> RenderableType | None:
+    """Return the front around the chosen budget, or None where that side has none."""
+    if not points:
+        return None
+    table = Table(title=f"front, {what}", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table.add_column("bits", justify="right")
+    table.add_column("predicted KL", justify="right")
+    table.add_column("")
+    worst = max(p.predicted_kl for p in points) or 1.0
+    nearest = min(points, key=lambda p: abs(p.bits - chosen))
+    for point in points:
+        bar = "█" * max(1, round(24 * point.predicted_kl / worst)) if point.predicted_kl else ""
+        style = "bold cyan" if point is nearest else ""
+        table.add_row(f"{point.bits:.3f}", nats(point.predicted_kl), bar + (" ◄ chosen" if point is nearest else ""), style=style)
+    return table
+
+
+def uniform_table(result: SearchResult) -> RenderableType:
+    """Return the recipe beside the uniform formats of no more bits."""
+    table = Table(title="measured, beside uniform formats of no more bits", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for name in ("format", "bits", "KV bits", "measured KL", "recipe is less by"):
+        table.add_column(name, justify="left" if name == "format" else "right")
+    totals = result.recipe.totals
+    kl = result.divergence.mean_kl
+    table.add_row("this recipe", f"{totals.bits:.4f}", f"{totals.kv_bits:.4g}", nats(kl), "", style="bold cyan")
+    for row in result.uniforms:
+        difference, error = row.divergence.minus(result.divergence)
+        table.add_row(
+            row.uniform.name, f"{row.uniform.bits:.4f}", f"{row.uniform.kv_bits:.4g}", nats(row.divergence.mean_kl),
+            f"{difference:+.4f} ± {error:.4f}",
+        )  # fmt: skip
+    if not result.uniforms:
+        table.add_row("no uniform format of the space takes so few bits", "", "", "", "", style="dim")
+    return table
+
+
+def fronts(result: FrontResult) -> RenderableType:
+    """Return what `autoq front` prints."""
+    parts = [front_table(result.weights, -1, "bits per weight"), front_table(result.kv, -1, "bits per cached value")]
+    return Group(*(p for p in parts if p is not None))
+
+
+def recipe_view(view: dict[str, Any]) -> RenderableType:
+    """Return what `autoq show` prints."""
+    head = (
+        f"{view['model']}: {view['bits']:.4f} bits per weight ({view['bits_whole_model']:.4f} over the whole model, "
+        f"{size(view['weight_bytes'])}), {view['kv_bits']:.4g} per cached value"
+    )
+    damage = f"predicted KL {nats(view['predicted_kl'])} nats per token"
+    if view["measured_kl"] is not None:
+        damage += f", measured {nats(view['measured_kl'])}"
+    return Group(Text(head, style="bold"), Text(damage), unit_table(view["units"], view["predicted_kl"]))
+
+
+def memory_table(rows: list[dict[str, Any]]) -> RenderableType:
+    """Return weights, cache and total by KV format, context and batch."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("KV format", "context", "batch", "KV cache", "weights", "total"):
+        table.add_column(name, justify="left" if name == "KV format" else "right")
+    previous = None
+    for row in rows:
+        where = (row["context"], row["batch"])
+        if previous is not None and where != previous:
+            table.add_row()
+        previous = where
+        table.add_row(
+            row["kv_format"], f"{row['context']:,}", str(row["batch"]), size(row["kv_bytes"]), size(row["weight_bytes"]), size(row["total_bytes"])
+        )
+    return table

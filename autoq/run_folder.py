@@ -1,0 +1,73 @@
+"""A run folder: where a search keeps its files, and what it needs to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoq.errors import UserError
+
+RUNS = Path("runs")
+DESCRIPTION = "run.json"
+RECIPE = "recipe.yaml"
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run: run.json, profile.safetensors, profile.json, recipe.yaml, result.json."""
+
+    path: Path
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Write run.json, which lets later commands find the model and the space again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / DESCRIPTION, json.dumps(description, indent=1) + "\n")
+
+    def description(self) -> dict[str, Any]:
+        """Read run.json; raises UserError if this is no run folder."""
+        path = self.path / DESCRIPTION
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{str(self.path)!r} is no run folder: it has no {DESCRIPTION}") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{str(path)!r} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{str(path)!r} is not a JSON object")
+        return found
+
+
+def open_run(asked: Path | None, resume: bool, model: str) -> RunFolder:
+    """Return the run folder: the one asked for, the newest of this model with `resume`, or a new one.
+
+    Raises UserError when there is nothing to resume, or when the path is a file.
+    """
+    if asked is not None:
+        if asked.exists() and not asked.is_dir():
+            raise UserError(f"--run {str(asked)!r} is a file, not a folder")
+        if resume and not (asked / DESCRIPTION).is_file():
+            raise UserError(f"--resume: {str(asked)!r} is no run folder, there is nothing to go on from")
+        return RunFolder(asked)
+    if resume:
+        found = sorted(RUNS.glob(f"{model}-[0-9]*"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise UserError(f"--resume: there is no run of {model} in {str(RUNS)!r}; name one with --run")
+        return RunFolder(found[-1])
+    base = RUNS / f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, n = base, 1
+    while path.exists():
+        n += 1
+        path = base.with_name(f"{base.name}-{n}")
+    return RunFolder(path)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
