@@ -19,7 +19,7 @@ from autoq.budget import Budget, parse_budget
 from autoq.config import SearchConfig
 from autoq.cost.bits import weight_cost
 from autoq.cost.kv_memory import cache_bits, cache_values, context_of, kv_cost
-from autoq.errors import AutoqError, UserError
+from autoq.errors import AutoqError, UserError, unknown
 from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
 from autoq.measure.damage import Candidates, weight_refusal
 from autoq.measure.divergence import Divergence, Yardstick
@@ -112,7 +112,12 @@ class SearchResult:
             "perplexity_original": self.divergence.perplexity_original,
             "top1_agreement": self.divergence.top1_agreement,
             "uniform": [
-                {"format": r.uniform.name, "bits": r.uniform.bits, "kv_bits": r.uniform.kv_bits, "measured_kl": r.divergence.mean_kl}
+                {
+                    "format": r.uniform.name,
+                    "bits": r.uniform.bits,
+                    "kv_bits": r.uniform.kv_bits,
+                    "measured_kl": r.divergence.mean_kl,
+                }
                 for r in self.uniforms
             ],
             "seconds": self.seconds,
@@ -153,7 +158,14 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
         for unit in units.caches:
             fmt.for_head_dim(unit.head_dim)
     plan = Plan(
-        replace(config, device=device), source, model_config, units, candidates, budget, kv_budget, context_of(text_config, config.context)
+        replace(config, device=device),
+        source,
+        model_config,
+        units,
+        candidates,
+        budget,
+        kv_budget,
+        context_of(text_config, config.context),
     )
     plan.problem()
     return plan
@@ -191,7 +203,7 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     recipe = _make_recipe(done, choice, table, prediction, divergence, floor, uniforms)
     path = done.run.path / RECIPE
     recipe.write(path)
-    warnings = _warnings(plan, done, divergence, uniforms, prediction, choice, table)
+    warnings = _warnings(plan, done, divergence, uniforms, choice, table)
     return SearchResult(
         recipe, path, done.run.path, units.coverage(), divergence, floor, uniforms, front, kv_front, clock.seconds, warnings
     )
@@ -276,8 +288,12 @@ def _correct(done: Profiled, floor: float, progress: Any) -> None:
     caches: list[dict[str, Assignment]] = []
     for kind, formats in (("key", plan.candidates.keys), ("value", plan.candidates.values)):
         of_kind = [u.name for u in units.caches if u.kind == kind]
-        caches.append({f.name: Assignment({}, dict.fromkeys(of_kind, f), profile.absmax) for f in formats} if plan.kv_budget else {})
-    wanted = [f"weight/{w.weights}" for w in weights] + [f"{k}/{f}" for k, c in zip(("key", "value"), caches, strict=True) for f in c]
+        caches.append(
+            {f.name: Assignment({}, dict.fromkeys(of_kind, f), profile.absmax) for f in formats} if plan.kv_budget else {}
+        )
+    wanted = [f"weight/{w.weights}" for w in weights] + [
+        f"{k}/{f}" for k, c in zip(("key", "value"), caches, strict=True) for f in c
+    ]
     if all(name in profile.corrections for name in wanted):
         return
     yardstick = Yardstick(done.model, units, done.ids[: plan.config.correct])
@@ -311,8 +327,9 @@ def _measure_uniforms(
     units, absmax = plan.units, done.profile.absmax
     weights = uniform_weights(units, plan.candidates, table, absmax) if plan.budget else []
     caches = uniform_caches(units, plan.candidates, table, absmax, plan.context) if plan.kv_budget else []
-    bits = plan.budget and (plan.budget.value if plan.budget.unit == "bits" else _bits(units, choice))
-    kv_bits = plan.kv_budget and plan.kv_budget.value
+    bits, kv_bits = None, plan.kv_budget.value if plan.kv_budget else None
+    if plan.budget:
+        bits = plan.budget.value if plan.budget.unit == "bits" else _bits(units, choice)
     chosen = fair_uniforms(weights, caches, bits, kv_bits, MOST_UNIFORMS)
     found = []
     with clock.stage("measure", "measuring uniform formats") as progress:
@@ -332,7 +349,6 @@ def _warnings(
     done: Profiled,
     divergence: Divergence,
     uniforms: tuple[UniformResult, ...],
-    prediction: Prediction,
     choice: dict[str, Option],
     table: DamageTable,
 ) -> tuple[str, ...]:
@@ -345,7 +361,10 @@ def _warnings(
                 "take it instead, or profile more samples"
             )
     if heavy := done.profile.heavy_sequences():
-        found.append(f"sequences {', '.join(map(str, heavy))} carry most of the predicted damage: profile more samples, or look at their text")
+        found.append(
+            f"sequences {', '.join(map(str, heavy))} carry most of the predicted damage: "
+            "profile more samples, or look at their text"
+        )
     low = [u for u, o in choice.items() if table.get(u, {}).get(o.format, 0.0) > 0.5]
     if low:
         found.append(f"{len(low)} units are predicted above 0.5 nats, outside the trusted range: read the measured figure")
@@ -353,7 +372,9 @@ def _warnings(
     chosen_cells = [c for c in cells if choice[c[0]].format == c[1]]
     if chosen_cells:
         unit, fmt, ratio = chosen_cells[0]
-        found.append(f"{len(chosen_cells)} chosen cells disagree with the pooled estimate (most: {unit} {fmt}, raw {ratio:.2g} x pooled)")
+        found.append(
+            f"{len(chosen_cells)} chosen cells disagree with the pooled estimate (most: {unit} {fmt}, raw {ratio:.2g} x pooled)"
+        )
     return tuple(found)
 
 
@@ -402,7 +423,7 @@ def _make_recipe(
             bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),
             weight_bytes=-(-cost.whole_bits // 8), kv_bytes=-(-kv_bits // 8),
         ),
-        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr), estimator="pooled, corrected by uniform formats" if done.profile.corrections else "pooled"),
+        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr), estimator="pooled, corrected" if done.profile.corrections else "pooled"),
         measured=recipes.MeasuredEntry(
             kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr),
             kl_percentiles={k: _round(v) for k, v in divergence.percentiles().items()},
@@ -413,8 +434,8 @@ def _make_recipe(
             text=plan.config.eval or plan.config.calib or STDLIB,
             uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
         ),
-        formats={name: recipes.describe(name, f) for name, f in used.items()}
-        | {name: recipes.describe(name, f) for name, f in kv_used.items()},
+        formats={name: recipes.describe(f) for name, f in used.items()}
+        | {name: recipes.describe(f) for name, f in kv_used.items()},
         weights=weights,
         kv=tuple(recipes.KVEntry(**entry) for entry in layers.values()),
         left_out={entry.reason: entry.numel for entry in units.left_out},
@@ -475,7 +496,9 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     description = folder.description()
     profile = Profile.load(run)
     if not profile.complete:
-        raise UserError(f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume")
+        raise UserError(
+            f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume"
+        )
     config = SearchConfig(model=description["model"], space=description["space"], include=tuple(description["include"]))
     source = load.model_source(config.model)
     units = find_units(load.empty_model(load.load_config(source)), config.include)
@@ -533,15 +556,15 @@ def check_names(recipe: recipes.Recipe, units: ModelUnits) -> None:
     weights = {u.name: u for u in units.weights}
     for name, entry in recipe.weights.items():
         if name not in weights:
-            raise recipes.unknown("unit in the recipe:", name, weights)
+            raise unknown("unit in the recipe:", name, weights)
         tensors = [t.name for t in weights[name].tensors]
         for tensor in entry.tensors:
             if tensor not in tensors:
-                raise recipes.unknown(f"tensor in the recipe's unit {name}:", tensor, tensors)
+                raise unknown(f"tensor in the recipe's unit {name}:", tensor, tensors)
     modules = {u.module for u in units.caches}
     for layer in recipe.kv:
         if layer.module not in modules:
-            raise recipes.unknown("attention module in the recipe:", layer.module, modules)
+            raise unknown("attention module in the recipe:", layer.module, modules)
 
 
 def recipe_assignment(recipe: recipes.Recipe, units: ModelUnits) -> Assignment:
@@ -563,7 +586,9 @@ def memory(
     config = load.load_config(load.model_source(model))
     units = find_units(load.empty_model(config))
     weight_bytes = recipe.totals.weight_bytes if recipe else 2 * units.parameters
-    assignments: dict[str, dict[str, Any]] = {name: dict.fromkeys((u.name for u in units.caches), f) for name, f in KV_FORMATS.items()}
+    assignments: dict[str, dict[str, Any]] = {
+        name: dict.fromkeys((u.name for u in units.caches), f) for name, f in KV_FORMATS.items()
+    }
     if recipe:
         assignments = {"recipe": dict(recipe_assignment(recipe, units).caches)} | assignments
     rows = []
@@ -579,4 +604,16 @@ def memory(
     return rows
 
 
-__all__ = ["FrontResult", "Plan", "Profiled", "SearchResult", "front", "make_plan", "memory", "own_bos", "profile", "search", "show"]
+__all__ = [
+    "FrontResult",
+    "Plan",
+    "Profiled",
+    "SearchResult",
+    "front",
+    "make_plan",
+    "memory",
+    "own_bos",
+    "profile",
+    "search",
+    "show",
+]

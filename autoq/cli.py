@@ -30,8 +30,21 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Option("--model", help="demo, a Hub name, a model folder, or a .gguf file.")]
 Space = Annotated[str, typer.Option(help="A bundled search space (default, plain, int, blackwell) or a YAML file.")]
-Calib = Annotated[str | None, typer.Option(help="Text to profile on: .txt, .jsonl, .parquet or a dataset name[:config][@split]. Default: Python's own documentation.", show_default=False)]
-Eval = Annotated[str | None, typer.Option("--eval", help="Text to measure on, never the text that was profiled. Default: a part of --calib that is kept apart.", show_default=False)]
+Calib = Annotated[
+    str | None,
+    typer.Option(
+        help="Text to profile on: .txt, .jsonl, .parquet or a dataset name[:config][@split]. Default: Python's own documentation.",
+        show_default=False,
+    ),
+]
+Eval = Annotated[
+    str | None,
+    typer.Option(
+        "--eval",
+        help="Text to measure on, never the text that was profiled. Default: a part of --calib that is kept apart.",
+        show_default=False,
+    ),
+]
 Samples = Annotated[int, typer.Option(help="Sequences to profile.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens of a profiled sequence.")]
 Run = Annotated[Path | None, typer.Option("--run", help="Run folder. Default: runs/<model>-<time>.", show_default=False)]
@@ -41,7 +54,9 @@ Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Batch = Annotated[int, typer.Option(help="Sequences scored together.")]
-LowMemory = Annotated[bool, typer.Option("--low-memory", help="Recompute activations instead of keeping them: less memory, a third more time.")]
+LowMemory = Annotated[
+    bool, typer.Option("--low-memory", help="Recompute activations instead of keeping them: less memory, a third more time.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -68,7 +83,12 @@ def root(
 )
 def search(
     model: Model = D.model,
-    budget: Annotated[str | None, typer.Option(help="For the weights: 4.5bits (or 4.5) per searched weight, 60MiB or 35% for all weights.", show_default=False)] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="For the weights: 4.5bits (or 4.5) per searched weight, 60MiB or 35% for all weights.", show_default=False
+        ),
+    ] = None,
     kv_budget: Annotated[str | None, typer.Option(help="For the KV cache: 6bits per cached value.", show_default=False)] = None,
     space: Space = D.space,
     calib: Calib = None,
@@ -77,8 +97,15 @@ def search(
     seq_len: SeqLen = D.seq_len,
     eval_samples: Annotated[int, typer.Option(help="Windows to measure on.")] = D.eval_samples,
     eval_len: Annotated[int, typer.Option(help="Tokens of a window (capped by the model's maximum).")] = D.eval_len,
-    context: Annotated[str | None, typer.Option(help="Tokens at which the cache is priced: 8192, 32k. Default: 8k or the model's maximum.", show_default=False)] = None,
-    correct: Annotated[int, typer.Option(help="Profiled sequences on which uniform formats are measured to correct the prediction; 0: leave out.")] = D.correct,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens at which the cache is priced: 8192, 32k. Default: 8k or the model's maximum.", show_default=False
+        ),
+    ] = None,
+    correct: Annotated[
+        int, typer.Option(help="Profiled sequences on which uniform formats are measured to correct the prediction; 0: leave out.")
+    ] = D.correct,
     run: Run = None,
     resume: Resume = False,
     include: Include = None,
@@ -110,7 +137,7 @@ def search(
     else:
         from autoq.report.terminal import search_result
 
-        _stdout().print(search_result(result))
+        _stdout().print(search_result(result, api.show(result.recipe)["units"]))
 
 
 @app.command(
@@ -159,14 +186,18 @@ def profile(
         _print_json(facts)
         return
     out = _stdout()
-    out.print(f"{facts['units']} units x {len(facts['formats'])} formats on {facts['sequences']} sequences of {facts['tokens']} tokens, in {facts['run']}")
+    out.print(
+        f"{facts['units']} units x {len(facts['formats'])} formats on {facts['sequences']} sequences of {facts['tokens']} tokens, in {facts['run']}"
+    )
     out.print(f"next: autoq search --model {model} --run {facts['run']} --budget 4.5bits", soft_wrap=True)
 
 
 @app.command(epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json")
 def front(
     run: Annotated[Path, typer.Argument(help="A run folder with a finished profile.")],
-    budgets: Annotated[str | None, typer.Option(help="Bits to solve at, separated by commas. Default: 2 to 9 in quarters.", show_default=False)] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Bits to solve at, separated by commas. Default: 2 to 9 in quarters.", show_default=False)
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -192,7 +223,9 @@ def front(
 
 @app.command(epilog="Examples:\n\nautoq show\n\nautoq show runs/mine\n\nautoq show recipe.yaml --json")
 def show(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -224,10 +257,19 @@ def formats(as_json: Json = False, debug: Debug = False) -> None:
     epilog="Examples:\n\nautoq memory --model my-folder --context 32k,128k --batch 1,8\n\nautoq memory --recipe runs/mine/recipe.yaml --context 1k"
 )
 def memory(
-    model: Annotated[str | None, typer.Option("--model", help="demo, a Hub name, or a folder (its config.json is enough). Default: the recipe's, else demo.", show_default=False)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="demo, a Hub name, or a folder (its config.json is enough). Default: the recipe's, else demo.",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[str, typer.Option(help="Tokens of context, separated by commas: 4096,32k,128k.")] = "1k",
     batch: Annotated[str, typer.Option(help="Sequences at a time, separated by commas.")] = "1",
-    recipe: Annotated[Path | None, typer.Option(help="Count weights and cache as this recipe stores them.", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Count weights and cache as this recipe stores them.", show_default=False)
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -38,8 +38,13 @@ def decode_weight(packed: list[Packed], like: torch.Tensor, transposed: bool = F
     return (stacked.transpose(1, 2) if transposed else stacked).reshape(like.shape).to(like.dtype)
 
 
-def fake_quantize_weight(weight: torch.Tensor, fmt: Format, transposed: bool = False) -> torch.Tensor:
-    """Return decode(encode(weight)) in the weight's shape and dtype."""
+def fake_quantize_weight(
+    weight: torch.Tensor, fmt: Format, transposed: bool = False, importance: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return decode(encode(weight)) in the weight's shape and dtype.
+
+    `importance` [inputs] weights the squared error where the format picks its scale by least squares.
+    """
     out = torch.empty_like(weight)
     target = out.view(-1, *weight.shape[-2:])
     for i, matrix in enumerate(matrices(weight, transposed)):
@@ -47,7 +52,10 @@ def fake_quantize_weight(weight: torch.Tensor, fmt: Format, transposed: bool = F
         step = max(1, ROWS_VALUES // matrix.shape[1])
         for start in range(0, matrix.shape[0], step):
             rows = slice(start, start + step)
-            values = reference.fake_quantize(fmt, matrix[rows], absmax=absmax).to(weight.dtype)
+            scales = None
+            if importance is not None and fmt.rule == "least_squares":
+                scales = reference.fit(fmt, matrix[rows], absmax, importance)
+            values = reference.fake_quantize(fmt, matrix[rows], scales, absmax).to(weight.dtype)
             if transposed:
                 target[i, :, rows] = values.T
             else:

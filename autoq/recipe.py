@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoq.errors import UserError, unknown
 from autoq.formats.catalog import WEIGHT_FORMATS
-from autoq.formats.format import SCALE_BITS, FloatElement, Format, IntElement, KVFormat
+from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
 
 SCHEMA_VERSION = 1
 
@@ -29,8 +29,8 @@ class FormatEntry(_Strict):
 
     element: str = Field(description="E2M1, E2M3, E3M2, E4M3, E5M2, INTn, INTn asym, or BF16 for the original")
     block: int | None = Field(description="values that share a scale; null is the whole row")
-    scale: str = Field(description="type the block scales are stored in")
-    rule: str = Field(description="how the encoder picks the scale")
+    scale: ScaleType = Field(description="type the block scales are stored in")
+    rule: ScaleRule = Field(description="how the encoder picks the scale")
     tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
     tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
     axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
@@ -72,6 +72,8 @@ class KVEntry(_Strict):
 
 
 class ModelEntry(_Strict):
+    """The model a recipe is for."""
+
     id: str
     fingerprint: str
     architecture: str
@@ -79,12 +81,16 @@ class ModelEntry(_Strict):
 
 
 class BudgetEntry(_Strict):
+    """What was asked for."""
+
     weights: str | None
     kv: str | None
     context: int = Field(description="tokens at which the cache is priced")
 
 
 class TotalsEntry(_Strict):
+    """What the recipe stores."""
+
     bits: float = Field(description="effective bits of the searched weights, scales and padding counted")
     bits_whole_model: float = Field(description="the same over all parameters, embeddings and norms too")
     kv_bits: float = Field(description="bits per cached value at the context")
@@ -93,12 +99,16 @@ class TotalsEntry(_Strict):
 
 
 class PredictedEntry(_Strict):
+    """The predicted damage."""
+
     kl: float
     stderr: float
     estimator: str
 
 
 class UniformEntry(_Strict):
+    """A uniform format measured beside the recipe."""
+
     format: str
     bits: float
     kv_bits: float
@@ -108,6 +118,8 @@ class UniformEntry(_Strict):
 
 
 class MeasuredEntry(_Strict):
+    """What was measured on text that was not profiled."""
+
     kl: float
     kl_stderr: float
     kl_percentiles: dict[str, float]
@@ -123,6 +135,8 @@ class MeasuredEntry(_Strict):
 
 
 class ProvenanceEntry(_Strict):
+    """How the recipe was made."""
+
     command: str
     created: str
     seed: int
@@ -190,7 +204,9 @@ _COMMENTS = {
 def to_yaml(recipe: Recipe) -> str:
     """Return the file's text: a fixed order, one entry a line where it fits, comments before each section."""
     data = recipe.model_dump(mode="json")
-    lines = [f"# autoq recipe for {recipe.model.id}: {recipe.totals.bits:.4f} bits per weight, {recipe.totals.kv_bits:.4g} per cached value."]
+    lines = [
+        f"# autoq recipe for {recipe.model.id}: {recipe.totals.bits:.4f} bits per weight, {recipe.totals.kv_bits:.4g} per cached value."
+    ]
     lines.append("# `autoq show` prints it as a table.")
     for key, value in data.items():
         lines.append(f"\n# {_COMMENTS[key]}" if key in _COMMENTS else "")
@@ -250,7 +266,7 @@ def _field_type(owner: Any, part: int | str) -> Any:
     return owner
 
 
-def describe(name: str, fmt: Format | KVFormat) -> FormatEntry:
+def describe(fmt: Format | KVFormat) -> FormatEntry:
     """Write a format out in full."""
     values = fmt.values if isinstance(fmt, KVFormat) else fmt
     entry = {
@@ -281,8 +297,6 @@ def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
 
 
 def _block_format(name: str, entry: FormatEntry) -> Format:
-    if entry.scale not in SCALE_BITS:
-        raise unknown(f"scale type of format {name}:", entry.scale, SCALE_BITS)
     activation = None
     if entry.activation is not None:
         if entry.activation not in WEIGHT_FORMATS:
@@ -290,7 +304,14 @@ def _block_format(name: str, entry: FormatEntry) -> Format:
         activation = WEIGHT_FORMATS[entry.activation]
     extra: dict[str, Any] = {} if entry.tensor_range is None else {"tensor_range": entry.tensor_range}
     return Format(
-        name, _element(name, entry.element), entry.block, entry.scale, entry.rule, entry.tensor_scale, activation=activation, **extra  # type: ignore[arg-type]
+        name,
+        _element(name, entry.element),
+        entry.block,
+        entry.scale,
+        entry.rule,
+        entry.tensor_scale,
+        activation=activation,
+        **extra,
     )
 
 
@@ -309,5 +330,3 @@ def _element(name: str, text: str) -> FloatElement | IntElement | None:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a recipe."""
     return Recipe.model_json_schema()
-
-

@@ -99,7 +99,9 @@ def main() -> None:
                 out = sum(model(b, labels=b).loss.item() for b in held_out.split(16)) / 4
             curve.append({"step": step + 1, "train": running / (step + 1 - (curve[-1]["step"] if curve else 0)), "held_out": out})
             running = 0.0
-            print(f"step {step + 1:5d}  train {curve[-1]['train']:.3f}  held out {out:.3f}  {time.time() - start:5.0f} s", flush=True)
+            print(
+                f"step {step + 1:5d}  train {curve[-1]['train']:.3f}  held out {out:.3f}  {time.time() - start:5.0f} s", flush=True
+            )
     args.out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -45,4 +45,3 @@ def context_of(config: object, asked: int | None = None) -> int:
     if limit and asked > limit:
         raise UserError(f"a context of {asked:,} tokens is beyond this model's maximum of {limit:,}")
     return asked
-

@@ -54,11 +54,11 @@ class IntElement:
 
     @property
     def low(self) -> int:
-        return 0 if self.asymmetric else -(2 ** (self.bits - 1))
+        return 0 if self.asymmetric else -(1 << (self.bits - 1))
 
     @property
     def high(self) -> int:
-        return 2**self.bits - 1 if self.asymmetric else 2 ** (self.bits - 1) - 1
+        return (1 << self.bits) - 1 if self.asymmetric else (1 << (self.bits - 1)) - 1
 
 
 Element = FloatElement | IntElement

@@ -98,7 +98,8 @@ def fit_blocks(
         absmax = blocks.abs().amax()
     tensor = None
     if fmt.scale in ("none", "e4m3"):
-        assert absmax is not None and isinstance(fmt.element, FloatElement)
+        assert absmax is not None
+        assert isinstance(fmt.element, FloatElement)
         covered = fmt.element.largest * (fmt.tensor_range if fmt.scale == "e4m3" else 1.0)
         tensor = torch.where(absmax == 0, torch.ones_like(absmax), absmax) / covered
     candidates = _candidates(fmt, blocks, dim, tensor)
@@ -248,7 +249,7 @@ def _power_of_two_scales(fmt: Format, absmax: torch.Tensor) -> Iterator[Scales]:
         exponent = torch.frexp(absmax)[1] - 1 - fmt.element.max_exponent
     steps = (0, -1, 1) if fmt.rule == "least_squares" else (0,)
     for step in steps:
-        code = (exponent + step + 127).clamp(0, 254)
+        code = (exponent + step + 127).clamp(0, 254 - fmt.element.max_exponent)  # the largest element stays finite
         yield Scales(torch.where(absmax == 0, 127, code).to(torch.uint8))
 
 

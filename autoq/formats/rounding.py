@@ -21,8 +21,10 @@ def round_to_element_(t: torch.Tensor, element: Element, zero: torch.Tensor | No
         if zero is None:
             raise ValueError(f"{element.name} needs a zero point")
         t.round_()
-        return torch.clamp(t, element.low - zero, element.high - zero, out=t)
-    return t.round_().clamp_(element.low, element.high)
+        torch.clamp(t, element.low - zero, element.high - zero, out=t)
+    else:
+        t.round_().clamp_(element.low, element.high)
+    return t
 
 
 def _round_float_(t: torch.Tensor, element: FloatElement) -> torch.Tensor:
@@ -34,14 +36,18 @@ def _round_float_(t: torch.Tensor, element: FloatElement) -> torch.Tensor:
     magic = torch.empty_like(t)
     torch.bitwise_and(t.view(torch.int32), _EXPONENT_MASK, out=magic.view(torch.int32))
     magic.clamp_(min=2.0**element.min_exponent).mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
-    return t.add_(magic).sub_(magic)
+    t.add_(magic)
+    t.sub_(magic)
+    return t
 
 
-def encode_element(values: torch.Tensor, element: Element, negative: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+def encode_element(
+    values: torch.Tensor, element: Element, negative: torch.Tensor, zero: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the uint8 codes of values on the grid of `element`; `negative` gives the sign, so that -0.0 keeps its own."""
     if isinstance(element, IntElement):
         codes = values if zero is None else values + zero
-        return (codes.to(torch.int32) & (2**element.bits - 1)).to(torch.uint8)
+        return (codes.to(torch.int32) & ((1 << element.bits) - 1)).to(torch.uint8)
     bits = values.abs().view(torch.int32)
     m = element.mantissa_bits
     normal = (((bits >> 23) - 127 + element.bias) << m) | ((bits >> (23 - m)) & (2**m - 1))
@@ -80,7 +86,8 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     stream = stream.flatten(-2)
     padding = -(n * bits) % 8
     stream = torch.nn.functional.pad(stream, (0, padding)).unflatten(-1, (-1, 8))
-    return (stream << torch.arange(8, device=codes.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    packed: torch.Tensor = (stream << torch.arange(8, device=codes.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return packed
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
@@ -89,4 +96,5 @@ def unpack_bits(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         return packed
     stream = (packed.unsqueeze(-1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
     stream = stream.flatten(-2)[..., : n * bits].unflatten(-1, (n, bits))
-    return (stream << torch.arange(bits, device=packed.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    codes: torch.Tensor = (stream << torch.arange(bits, device=packed.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return codes

@@ -35,7 +35,7 @@ class Candidates:
     keys: tuple[KVFormat, ...]
     values: tuple[KVFormat, ...]
 
-    def for_unit(self, unit: Unit) -> tuple[Format, ...] | tuple[KVFormat, ...]:
+    def for_unit(self, unit: Unit) -> tuple[Format | KVFormat, ...]:
         """Return the candidates of one unit, those it cannot take left out (see `refusals`)."""
         if unit.kind == "weight":
             return tuple(f for f in self.weights if weight_refusal(unit, f) is None)
@@ -101,17 +101,15 @@ class DamageScorer:
             self.model.requires_grad_(False)
             stack.callback(embedding.register_forward_hook(lambda _m, _i, out: out.detach().requires_grad_()).remove)
             for unit in self.units.weights:
-                for tensor in unit.tensors:
+                for tensor in unit.tensors if self.candidates.for_unit(unit) else ():
                     self._listen_to_weight(stack, unit, tensor, len(ids), found[unit.name])
-            if self.caches:
+            if self.caches and (self.candidates.keys or self.candidates.values):
                 stack.enter_context(intercepted(self.model, self._attention_handler(found)))
             if self.recompute:
                 stack.enter_context(recomputed_layers(self.model))
             yield
 
-    def _listen_to_weight(
-        self, stack: ExitStack, unit: Unit, tensor: WeightTensor, batch: int, found: torch.Tensor
-    ) -> None:
+    def _listen_to_weight(self, stack: ExitStack, unit: Unit, tensor: WeightTensor, batch: int, found: torch.Tensor) -> None:
         parameter = self.model.get_parameter(tensor.parameter)
         formats = self.candidates.for_unit(unit)
 
@@ -121,6 +119,7 @@ class DamageScorer:
             return self.weights[tensor.name]
 
         if tensor.layout.startswith("experts"):
+
             def take(p: torch.Tensor) -> None:
                 assert p.grad is not None
                 found.add_(scorer().score_gradient(p.grad))

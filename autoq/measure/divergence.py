@@ -117,7 +117,9 @@ class Yardstick:
 
     def _original_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         current = dict(self.head.module.named_parameters())
-        if all(current[name].data is data or current[name].data_ptr() == data.data_ptr() for name, data in self.original_head.items()):
+        if all(
+            current[name].data is data or current[name].data_ptr() == data.data_ptr() for name, data in self.original_head.items()
+        ):
             return self.head(hidden)
         module = self.head.module
         try:

@@ -69,7 +69,7 @@ def predict(
 
 def disagreeing_cells(profile: Profile, units: ModelUnits, sigmas: float = 4.0) -> list[tuple[str, str, float]]:
     """Return (unit, format, raw / pooled) of the cells that disagree with the pooled form: outlier channels, worth a look."""
-    raw, pooled = (damage_table(profile, units, e, corrected=False) for e in ("raw", "pooled"))  # type: ignore[arg-type]
+    raw, pooled = (damage_table(profile, units, e, corrected=False) for e in ("raw", "pooled"))
     width = sigmas * math.sqrt(2 / max(1, profile.done))
     found = [
         (unit, fmt, value / pooled[unit][fmt])

@@ -58,7 +58,7 @@ class KVScorer:
             delta = kv_rounding_error(fmt, values, negated, self.absmax)
             self.squared_error[i] += float(torch.dot(delta.flatten(), delta.flatten()))
             scores.append(torch.linalg.vecdot(delta.flatten(1), g) if values.numel() else g.new_zeros(x.shape[0]))
-        return torch.stack(scores)
+        return torch.stack(scores) if scores else x.new_zeros(0, x.shape[0])
 
 
 def kv_rounding_error(fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor, absmax: float) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _group_gradients(
 
     dV = P^T dO and dK = (P * (dO V^T - rowsum(dO * O)))^T Q * scaling, as in FlashAttention-2 (Dao 2023, algorithm 2).
     """
-    batch, heads, tokens, dim = query.shape
+    batch, _, tokens, dim = query.shape
     folded = (query * scaling).view(batch, key.shape[1], -1, tokens, dim)
     d_folded = d_output.transpose(1, 2).reshape(folded.shape)
     slope = (d_folded * output.transpose(1, 2).reshape(folded.shape)).sum(-1, keepdim=True)

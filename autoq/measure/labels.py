@@ -22,6 +22,7 @@ def label_gradient(head: Head, hidden: torch.Tensor, seeds: list[int]) -> torch.
             with torch.enable_grad():
                 logits = head(states)
             logits.backward(_logit_gradient(logits.detach(), draws[part].to(hidden.device)).to(logits.dtype))
+            assert states.grad is not None
             gradient[row, part] = states.grad
     return gradient
 

@@ -151,7 +151,7 @@ def make_profile(
             if not _any(missing):
                 say("the profile is complete: nothing to score")
                 return profile
-            names = sorted({f.name for f in (*missing.weights, *missing.keys, *missing.values)})
+            names = sorted({f.name for group in (missing.weights, missing.keys, missing.values) for f in group})
             say(f"scoring {', '.join(names)}; the {len(have.samples)} units' other formats are kept (same gradients)")
         addition = Profile(fingerprint) if have is not None and profile.complete else profile
         _run(model, units, missing, ids, addition, run if addition is profile else None, batch, recompute, progress)
@@ -207,7 +207,7 @@ def _take_errors(profile: Profile, units: ModelUnits, candidates: Candidates, sc
         formats = candidates.for_unit(unit)
         if unit.kind == "weight":
             parts = [scorer.weights[t.name] for t in unit.tensors if t.name in scorer.weights]
-            if len(parts) < len(unit.tensors):  # no token of this batch reached an expert layer
+            if not formats or len(parts) < len(unit.tensors):  # no token of this batch reached an expert layer
                 continue
             error = torch.stack([p.squared_error for p in parts]).sum(0) / max(sum(p.squared_norm for p in parts), 1e-300)
         else:
@@ -225,9 +225,7 @@ def _missing(profile: Profile, units: ModelUnits, candidates: Candidates) -> Can
             f for f in formats if any(f.name in able[u.name] and f.name not in profile.samples.get(u.name, {}) for u in of_kind)
         )
 
-    return Candidates(
-        lacking("weight", candidates.weights), lacking("key", candidates.keys), lacking("value", candidates.values)
-    )
+    return Candidates(lacking("weight", candidates.weights), lacking("key", candidates.keys), lacking("value", candidates.values))
 
 
 def _scored(profile: Profile, units: ModelUnits, candidates: Candidates) -> Candidates:

@@ -81,11 +81,11 @@ def _make_dispatcher(previous: str) -> AttentionFunction:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        attend = eager if previous == "eager" else AttentionInterface().get_interface(previous, eager)
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attend: AttentionFunction = eager if previous == "eager" else AttentionInterface().get_interface(previous, eager)
         handler = _handlers.get(module)
         if handler is None:
-            return attend(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+            return attend(module, query, key, value, attention_mask, **options)
         return handler(module, query, key, value, attention_mask, attend, **options)
 
     return dispatch

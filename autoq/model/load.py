@@ -71,10 +71,16 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
             raise UserError(f"cannot load the model {source.name!r}: {_reason(error)}") from error
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{source.name!r} is an encoder-decoder model ({config.model_type}): autoq searches decoder-only language models")
+        raise UserError(
+            f"{source.name!r} is an encoder-decoder model ({config.model_type}): autoq searches decoder-only language models"
+        )
     encoder_only = any(name.endswith("ForMaskedLM") for name in config.architectures or ())
-    if encoder_only or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"{source.name!r} is not a causal language model ({config.model_type}): autoq searches decoder-only language models")
+    if encoder_only or (
+        config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
+        raise UserError(
+            f"{source.name!r} is not a causal language model ({config.model_type}): autoq searches decoder-only language models"
+        )
     if not source.gguf and (quantization := getattr(config, "quantization_config", None)):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization.quant_method
         raise UserError(f"{source.name!r} is quantized already ({method}): give autoq the 16-bit checkpoint it was made from")
@@ -87,7 +93,7 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 
     with quiet_transformers(), torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+            return AutoModelForCausalLM.from_config(config)
         except Exception as error:
             raise UserError(f"cannot build a model from this config ({config.model_type}): {_reason(error)}") from error
 
@@ -106,7 +112,7 @@ def load_model(source: ModelSource, device: str, dtype: str) -> PreTrainedModel:
             del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
     model.config.use_cache = False
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    return model.to(device).eval()
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -115,7 +121,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
     with quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(source.path, **source.arguments())  # type: ignore[no-any-return]
+            return AutoTokenizer.from_pretrained(source.path, **source.arguments())
         except Exception as error:
             raise UserError(f"cannot load the tokenizer of {source.name!r}: {_reason(error)}") from error
 

@@ -23,11 +23,13 @@ class Assignment:
 
     Attributes:
         weights, caches: by unit name. absmax: calibrated largest magnitude of a cache unit, for static scales.
+        importance: by tensor name, [inputs] weights of the squared error for least-squares scales (see `input_importance`).
     """
 
     weights: Mapping[str, Format] = field(default_factory=dict)
     caches: Mapping[str, KVFormat] = field(default_factory=dict)
     absmax: Mapping[str, float] = field(default_factory=dict)
+    importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def quantized(model: PreTrainedModel, units: ModelUnits, assignment: Assignment)
                 parameter = model.get_parameter(tensor.parameter)
                 kept[parameter] = parameter.data
                 transposed = tensor.layout in ("conv1d", "experts_transposed")
-                parameter.data = codec.fake_quantize_weight(parameter.data, fmt, transposed)
+                parameter.data = codec.fake_quantize_weight(parameter.data, fmt, transposed, assignment.importance.get(tensor.name))
                 if fmt.activation is not None and not tensor.layout.startswith("experts"):
                     module = model.get_submodule(tensor.name)
                     stack.callback(module.register_forward_pre_hook(_quantize_input(fmt.activation)).remove)
@@ -97,8 +99,6 @@ def _handler(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) 
         value_pairs = quantized_pairs(value_format, queries, tokens, key.device)
         scaling = options.get("scaling") or query.shape[-1] ** -0.5
         softcap, sinks = options.get("softcap"), options.get("s_aux")
-        return attend_mixed(
-            query, key, value, new_key, new_value, key_pairs, value_pairs, mask, scaling, softcap, sinks
-        ), None
+        return attend_mixed(query, key, value, new_key, new_value, key_pairs, value_pairs, mask, scaling, softcap, sinks), None
 
     return handle

@@ -110,7 +110,7 @@ def _same(first: str, second: str) -> bool:
 
 def _check_source(name: str) -> None:
     path = Path(name)
-    if name == STDLIB or path.is_file() and path.suffix in FILE_SUFFIXES:
+    if name == STDLIB or (path.is_file() and path.suffix in FILE_SUFFIXES):
         return
     if path.is_file() or path.is_dir():
         raise UserError(f"the text {name!r} is not one of {', '.join(FILE_SUFFIXES)}: convert it, or name a dataset")

@@ -166,9 +166,7 @@ def find_units(model: PreTrainedModel, include: tuple[str, ...] = ()) -> ModelUn
     )
 
 
-def _candidates(
-    model: PreTrainedModel, include: tuple[str, ...]
-) -> Iterator[tuple[WeightTensor, torch.nn.Parameter, str | None]]:
+def _candidates(model: PreTrainedModel, include: tuple[str, ...]) -> Iterator[tuple[WeightTensor, torch.Tensor, str | None]]:
     """Yield (tensor, parameter, reason to leave it out or None) for every weight matrix of the model."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -268,7 +266,16 @@ def _cache_units(model: PreTrainedModel) -> Iterator[Unit]:
         seen.add(layer)
         sliding = kinds[layer] == "sliding_attention" if kinds else getattr(module, "sliding_window", None) is not None
         window = getattr(config, "sliding_window", None) if sliding else None
-        for kind, role in (("key", "K"), ("value", "V")):
+        kinds_and_roles: tuple[tuple[Kind, str], ...] = (("key", "K"), ("value", "V"))
+        for kind, role in kinds_and_roles:
             yield Unit(
-                f"{name}.{kind}", kind, role, layer, (), name, kv_heads, head_dim, window  # type: ignore[arg-type]
+                f"{name}.{kind}",
+                kind,
+                role,
+                layer,
+                (),
+                name,
+                kv_heads,
+                head_dim,
+                window,
             )

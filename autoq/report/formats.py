@@ -22,7 +22,7 @@ def format_rows() -> list[dict[str, Any]]:
 
 def _row(kind: str, name: str, fmt: Format | KVFormat, bits: float) -> dict[str, Any]:
     values = fmt.values if isinstance(fmt, KVFormat) else fmt
-    scale = values.scale if values.scale != "none" else "-"
+    scale: str = values.scale if values.scale != "none" else "-"
     if isinstance(fmt, KVFormat) and fmt.calibration != "none":
         static = "calibrated" if fmt.calibration == "absmax" else "fixed"
         scale = f"static ({static})" if scale == "-" else f"{scale}, static ({static})"

@@ -19,6 +19,8 @@ class Reporter(Protocol):
 
 
 class Stage(Protocol):
+    """One stage of a run."""
+
     def update(self, done: int, total: int) -> None: ...
 
     def close(self) -> None: ...
@@ -30,7 +32,7 @@ class Silent:
     def say(self, text: str) -> None:
         pass
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> Stage:  # noqa: ARG002
         return self
 
     def update(self, done: int, total: int) -> None:

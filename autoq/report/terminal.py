@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -36,8 +37,9 @@ class RichStage:
         self.name = name
         self.progress = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True,
+            console=console, transient=True, disable=not console.is_terminal,
         )  # fmt: skip
+        self.started = time.perf_counter()
         self.progress.start()
         self.task: TaskID = self.progress.add_task(name, total=None)
 
@@ -45,9 +47,10 @@ class RichStage:
         self.progress.update(self.task, completed=done, total=total)
 
     def close(self) -> None:
-        elapsed = self.progress.tasks[0].elapsed or 0.0
         self.progress.stop()
-        self.progress.console.print(f"[green]done[/] {self.name} [dim]{elapsed:.1f} s[/]")
+        self.progress.console.print(
+            f"[green]done[/] {self.name} [dim]{time.perf_counter() - self.started:.1f} s[/]", highlight=False
+        )
 
 
 def size(count: float) -> str:
@@ -63,14 +66,14 @@ def nats(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.1e}"
 
 
-def search_result(result: SearchResult) -> RenderableType:
-    """Return what `autoq search` prints at the end."""
-    from autoq.api import show
-
+def search_result(result: SearchResult, units: list[dict[str, Any]]) -> RenderableType:
+    """Return what `autoq search` prints at the end; `units` are those of `autoq show`."""
     recipe, measured = result.recipe, result.divergence
     totals, predicted = recipe.totals, recipe.predicted
     lines = Table.grid(padding=(0, 2))
-    lines.add_row("weights", f"{totals.bits:.4f} bits each ({totals.bits_whole_model:.4f} over the whole model, {size(totals.weight_bytes)})")
+    lines.add_row(
+        "weights", f"{totals.bits:.4f} bits each ({totals.bits_whole_model:.4f} over the whole model, {size(totals.weight_bytes)})"
+    )
     lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value ({size(totals.kv_bytes)} at {recipe.budget.context:,} tokens)")
     lines.add_row("predicted KL", f"{nats(predicted.kl)} ± {nats(predicted.stderr)} nats per token")
     lines.add_row(
@@ -87,8 +90,8 @@ def search_result(result: SearchResult) -> RenderableType:
         f"{measured.perplexity_original:.3f} before, {measured.perplexity:.3f} after "
         f"(ratio {ratio:.4f} ± {measured.perplexity_ratio_stderr:.4f})",
     )
-    parts: list[RenderableType] = [
-        unit_table(show(recipe)["units"], predicted.kl),
+    parts: list[RenderableType | None] = [
+        unit_table(units, predicted.kl),
         front_table(result.front, totals.bits, "bits per weight"),
         front_table(result.kv_front, totals.kv_bits, "bits per cached value"),
         uniform_table(result),
@@ -119,7 +122,14 @@ def _next_steps(result: SearchResult) -> RenderableType:
 def unit_table(units: list[dict[str, Any]], total: float) -> RenderableType:
     """Return units as a table, neighbouring layers of one role and format in one row."""
     table = Table(title="recipe", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("unit", "left"), ("role", "left"), ("format", "left"), ("bits", "right"), ("predicted KL", "right"), ("share", "right")):
+    for name, justify in (
+        ("unit", "left"),
+        ("role", "left"),
+        ("format", "left"),
+        ("bits", "right"),
+        ("predicted KL", "right"),
+        ("share", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=name != "unit", overflow="fold")  # type: ignore[arg-type]
     for row in grouped(units):
         share = 100 * row["predicted_kl"] / total if total > 0 else 0.0
@@ -135,12 +145,16 @@ def grouped(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part, members in order.items():
         run: list[dict[str, Any]] = []
-        for unit in [*members, None]:
-            if run and (unit is None or unit["format"] != run[-1]["format"] or unit["layer"] is None or unit["layer"] != run[-1]["layer"] + 1):
+        for unit in members:
+            if run and (
+                unit["format"] != run[-1]["format"]
+                or None in (unit["layer"], run[-1]["layer"])
+                or unit["layer"] != run[-1]["layer"] + 1
+            ):
                 rows.append(_row(part, run))
                 run = []
-            if unit is not None:
-                run.append(unit)
+            run.append(unit)
+        rows.append(_row(part, run))
     return rows
 
 
@@ -182,7 +196,14 @@ def front_table(points: tuple[FrontPoint, ...], chosen: float, what: str) -> Ren
 
 def uniform_table(result: SearchResult) -> RenderableType:
     """Return the recipe beside the uniform formats of no more bits."""
-    table = Table(title="measured, beside uniform formats of no more bits", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    table = Table(
+        title="measured, beside uniform formats of no more bits",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
     for name in ("format", "bits", "KV bits", "measured KL", "recipe is less by"):
         table.add_column(name, justify="left" if name == "format" else "right")
     totals = result.recipe.totals
@@ -229,6 +250,11 @@ def memory_table(rows: list[dict[str, Any]]) -> RenderableType:
             table.add_row()
         previous = where
         table.add_row(
-            row["kv_format"], f"{row['context']:,}", str(row["batch"]), size(row["kv_bytes"]), size(row["weight_bytes"]), size(row["total_bytes"])
+            row["kv_format"],
+            f"{row['context']:,}",
+            str(row["batch"]),
+            size(row["kv_bytes"]),
+            size(row["weight_bytes"]),
+            size(row["total_bytes"]),
         )
     return table

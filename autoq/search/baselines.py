@@ -57,7 +57,9 @@ def uniform_caches(
     return found
 
 
-def fair_uniforms(weights: list[Uniform], caches: list[Uniform], bits: float | None, kv_bits: float | None, most: int) -> list[Uniform]:
+def fair_uniforms(
+    weights: list[Uniform], caches: list[Uniform], bits: float | None, kv_bits: float | None, most: int
+) -> list[Uniform]:
     """Return the `most` promising uniform recipes that store no more than the recipe does.
 
     With both budgets these are pairs. A uniform format that takes no more bits than asked counts as no more.

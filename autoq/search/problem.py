@@ -40,9 +40,7 @@ class Problem:
     limits: tuple[Limit, ...]
 
 
-def unit_options(
-    unit: Unit, candidates: Candidates, context: int, damage: dict[str, float] | None = None
-) -> tuple[Option, ...]:
+def unit_options(unit: Unit, candidates: Candidates, context: int, damage: dict[str, float] | None = None) -> tuple[Option, ...]:
     """Return the options of a unit, the 16-bit original first; without damage (None) every option costs 0 nats."""
     found = [Option("bf16", _bits(unit, "bf16", context), 0.0)]
     for fmt in candidates.for_unit(unit):

@@ -30,7 +30,7 @@ def solve(problem: Problem) -> dict[str, Option]:
     result = milp(
         damage / scale,
         constraints=constraints,
-        integrality=np.ones(len(flat)),
+        integrality=np.ones(len(flat), dtype=np.int64),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 1e-9},
     )

@@ -1,0 +1,96 @@
+"""Draw the README's figure and its table from committed results: damage against bits.
+
+    python benchmarks/figure.py docs/results/quality.json README.md
+
+The table goes between the marks `<!-- results -->` and `<!-- /results -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+mpl.rcParams["svg.hashsalt"] = "autoq"
+
+
+def draw(results: dict[str, Any], out: Path) -> None:
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    uniform = [r for r in results["uniform"] if r["kind"] == "weight" and r["measured"] < 1.5]
+    axes.errorbar(
+        [r["bits"] for r in uniform],
+        [r["measured"] for r in uniform],
+        [r["stderr"] for r in uniform],
+        fmt="o",
+        color="#888888",
+        label="one format for all weights",
+    )
+    for r in uniform:
+        axes.annotate(
+            r["format"], (r["bits"], r["measured"]), xytext=(4, 4), textcoords="offset points", fontsize=7, color="#666666"
+        )
+    for space, colour, label in (
+        ("plain", "#7aa6d6", "searched, one encoder a format"),
+        ("default", "#1f6fd0", "searched, with rounding variants"),
+    ):
+        rows = sorted(
+            (
+                r
+                for r in results["recipes"]
+                if (r["space"], r["sequences"], r["estimator"], r["weighted"]) == (space, 32, "pooled", False)
+            ),
+            key=lambda r: r["bits"],
+        )
+        axes.errorbar(
+            [r["bits"] for r in rows],
+            [r["measured"] for r in rows],
+            [r["stderr"] for r in rows],
+            fmt="-s",
+            color=colour,
+            label=label,
+        )
+    axes.set(yscale="log", xlabel="effective bits per weight", ylabel="measured KL, nats per token", xlim=(3, 8.7))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, metadata={"Date": None})
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ["| what | bits | predicted KL | measured KL | against uniform nvfp4 |", "|---|---|---|---|---|"]
+    nvfp4 = next(r for r in results["uniform"] if r["kind"] == "weight" and r["format"] == "nvfp4")
+    lines.append(
+        f"| uniform nvfp4 | {nvfp4['bits']:.3f} | {nvfp4['predicted']:.3f} | {nvfp4['measured']:.3f} ± {nvfp4['stderr']:.3f} | 1 |"
+    )
+    for row in results["recipes"]:
+        if row["sequences"] == 32 and row["estimator"] == "pooled" and not row["weighted"]:
+            what = "searched" + (", with rounding variants" if row["space"] == "default" else ", one encoder a format")
+            lines.append(
+                f"| {what} | {row['bits']:.3f} | {row['predicted']:.3f} | {row['measured']:.3f} ± {row['stderr']:.3f} | {row['against_nvfp4']:.2f} |"
+            )
+    lines.append("")
+    lines.append("| K and V cache | bits | predicted KL | measured KL |")
+    lines.append("|---|---|---|---|")
+    for row in results["kv"]:
+        predicted = "" if row["predicted"] is None else f"{row['predicted']:.4f}"
+        lines.append(f"| {row['what']} | {row['bits']:.3f} | {predicted} | {row['measured']:.4f} ± {row['stderr']:.4f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    source, readme = Path(sys.argv[1]), Path(sys.argv[2])
+    results = json.loads(source.read_text())
+    draw(results, readme.parent / "docs" / "damage.svg")
+    text = readme.read_text()
+    new = re.sub(
+        r"(<!-- results -->\n).*?(\n<!-- /results -->)", lambda m: m.group(1) + table(results) + m.group(2), text, flags=re.DOTALL
+    )
+    readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

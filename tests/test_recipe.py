@@ -1,0 +1,115 @@
+"""recipe.yaml: stands alone, reads back strictly, and its schema is current."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from autoq import api, recipe_schema
+from autoq.errors import UserError
+from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, kv_format, weight_format
+from autoq.model.load import load_config, model_source
+from autoq.model.units import find_units
+from autoq.recipe import Recipe, describe, format_of, json_schema, kv_format_of, read_recipe, to_yaml
+
+
+@pytest.fixture
+def recipe_path(demo_search: dict[str, Any]) -> Path:
+    return Path(demo_search["cwd"], demo_search["json"]["recipe"])
+
+
+def changed(path: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    data = yaml.safe_load(path.read_text())
+    change(data)
+    out = tmp_path / "changed.yaml"
+    out.write_text(yaml.safe_dump(data, sort_keys=False))
+    return out
+
+
+def test_a_recipe_reads_back_as_it_was_written(recipe_path: Path) -> None:
+    recipe = read_recipe(recipe_path)
+    assert to_yaml(recipe) == recipe_path.read_text()
+    assert recipe.weight_formats() == {u: weight_format(e.format) for u, e in recipe.weights.items()}
+    for unit, fmt in recipe.cache_formats().items():
+        assert fmt == kv_format(fmt.name), unit
+
+
+def test_every_format_is_written_out_in_full() -> None:
+    for name, fmt in WEIGHT_FORMATS.items():
+        assert format_of(name, {name: describe(fmt)}) == fmt
+    for name in [*KV_FORMATS, "int2_channel+residual128+sink4"]:
+        assert kv_format_of(name, {name: describe(kv_format(name))}) == kv_format(name)
+
+
+def test_the_schema_is_current_and_holds_for_the_recipe(recipe_path: Path) -> None:
+    assert recipe_schema.PATH.read_text() == recipe_schema.text(), "run `make schema`"
+    jsonschema.validate(yaml.safe_load(recipe_path.read_text()), json_schema())
+
+
+def test_every_tensor_is_named_and_the_totals_add_up(recipe_path: Path, demo_search: dict[str, Any]) -> None:
+    recipe = read_recipe(recipe_path)
+    model = AutoModelForCausalLM.from_config(load_config(model_source("demo")))
+    units = find_units(model)
+    api.check_names(recipe, units)
+    assert {t for e in recipe.weights.values() for t in e.tensors} == {t.name for u in units.weights for t in u.tensors}
+    bits = sum(e.bits * e.numel for e in recipe.weights.values()) / sum(e.numel for e in recipe.weights.values())
+    assert bits == pytest.approx(recipe.totals.bits, rel=1e-4)
+    assert recipe.totals.bits == demo_search["json"]["bits"] <= 4.501
+    predicted = sum(e.predicted_kl for e in recipe.weights.values()) + sum(
+        k.key.predicted_kl + k.value.predicted_kl for k in recipe.kv
+    )
+    assert predicted == pytest.approx(recipe.predicted.kl, rel=1e-3)
+
+
+def rename_unit(data: dict[str, Any]) -> None:
+    data["weights"]["model.layers.0.self_attn.qvk"] = data["weights"].pop("model.layers.0.self_attn.qkv")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(colour="red"), "unknown key at colour"),
+        (lambda d: d["totals"].update(bit=4), r"unknown key at totals\.bit: 'bit'\. Did you mean 'bits'"),
+        (lambda d: d.pop("weights"), "weights: Field required"),
+        (lambda d: next(iter(d["weights"].values())).update(format="nvfp5"), "unknown format .* 'nvfp5'"),
+        (lambda d: next(iter(d["formats"].values())).update(element="E9M9"), "unknown element"),
+        (lambda d: next(iter(d["formats"].values())).update(scale="fp12"), r"formats\..*\.scale: Input should be"),
+        (lambda d: next(iter(d["formats"].values())).update(rule="magic"), r"formats\..*\.rule: Input should be"),
+        (lambda d: d.update(schema_version=2), "schema_version 2, this autoq reads 1"),
+        (lambda d: d["totals"].update(bits="many"), r"totals\.bits"),
+    ],
+    ids=["key", "nested-key", "missing", "format", "element", "scale", "rule", "version", "type"],
+)
+def test_what_is_wrong_is_named(recipe_path: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read_recipe(changed(recipe_path, tmp_path, change))
+
+
+def test_names_that_the_model_lacks_are_named_with_the_nearest(recipe_path: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(changed(recipe_path, tmp_path, rename_unit))
+    units = find_units(AutoModelForCausalLM.from_config(load_config(model_source("demo"))))
+    with pytest.raises(UserError, match=r"Did you mean 'model\.layers\.0\.self_attn\.qkv'"):
+        api.recipe_assignment(recipe, units)
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1\n- 2", "", "\x00"])
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError):
+        read_recipe(path)
+
+
+def test_the_json_of_show_has_every_unit(recipe_path: Path) -> None:
+    recipe: Recipe = read_recipe(recipe_path)
+    view = api.show(recipe)
+    assert len(view["units"]) == len(recipe.weights) + 2 * len(recipe.kv)
+    assert set(view["units"][0]) == {"unit", "kind", "role", "layer", "format", "bits", "numel", "predicted_kl", "tensors"}
+    json.dumps(view, allow_nan=False)
