@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+OLDEST := 5.14.0
 
-.PHONY: search test lint schema figure clean
+.PHONY: search test lint schema clean
 
 # The main job: install, then search a recipe for the bundled demo model.
 search: $(VENV)/.installed
 	$(BIN)/autoq search --budget 4.5bits
 
-# Everything that is checked: style, types, tests.
-test: $(VENV)/.installed-dev
+# Everything that is checked: style, types, tests, and what touches transformers again on the oldest release that is supported.
+test: $(VENV)/.installed-dev $(VENV)/oldest/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest AUTOQ_EXPECT_TRANSFORMERS=$(OLDEST) $(BIN)/pytest -n 2 --dist loadscope tests/model tests/measure tests/cost tests/test_recipe.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/mypy
@@ -31,6 +33,12 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+# The oldest transformers, with the packages it pins, beside the current one.
+$(VENV)/oldest/.installed: $(VENV)/.installed-dev
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --target $(@D) 'transformers==$(OLDEST)'
 	touch $@
 
 clean:

@@ -34,7 +34,7 @@ class SearchConfig:
     samples: int = 32
     seq_len: int = 256
     eval_samples: int = 16
-    eval_len: int = 512
+    eval_len: int = 256
     context: int | None = None
     correct: int = 8
     run: Path | None = None

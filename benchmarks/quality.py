@@ -43,9 +43,9 @@ from autoq.search.solver import solve, total_damage
 from autoq.search.space import load_space
 
 CONTEXT = 8192
-WEIGHT_ROWS = ("fp8", "int8", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "int4_g32_asym", "nvfp4", "nvfp4_4over6", "nvfp4_lsq", "mxfp4",
+WEIGHT_ROWS = ("fp8", "int8", "mxfp6_e2m3", "int4_g32_asym", "nvfp4", "nvfp4_4over6", "nvfp4_lsq", "mxfp4",
                "int4_g64", "int4_g64_full", "int4_g128", "int3_g64_asym")  # fmt: skip
-KV_ROWS = ("fp8_cast", "fp8", "mxfp8", "int8_token", "int8_channel", "nvfp4", "mxfp4", "int4_token", "int4_channel")
+KV_ROWS = ("fp8_cast", "int8_token", "nvfp4", "mxfp4", "int4_token", "int4_channel")
 
 
 class Bench:

@@ -43,6 +43,15 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True, **changes})
 
 
+def pytest_configure() -> None:
+    """Fail loudly when the run on the oldest transformers does not run on it."""
+    import transformers
+
+    expected = os.environ.get("AUTOQ_EXPECT_TRANSFORMERS")
+    if expected and transformers.__version__ != expected:
+        raise pytest.UsageError(f"expected transformers {expected}, found {transformers.__version__}")
+
+
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return build(llama_config())
