@@ -56,6 +56,7 @@ class Plan:
     budget: Budget | None
     kv_budget: Budget | None
     context: int
+    run: RunFolder
 
     def problem(self, damage: DamageTable | None = None) -> Problem:
         return make_problem(self.units, self.candidates, self.budget, self.kv_budget, self.context, damage)
@@ -157,16 +158,12 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     for fmt in (*candidates.keys, *candidates.values):
         for unit in units.caches:
             fmt.for_head_dim(unit.head_dim)
-    plan = Plan(
-        replace(config, device=device),
-        source,
-        model_config,
-        units,
-        candidates,
-        budget,
-        kv_budget,
-        context_of(text_config, config.context),
-    )
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit and config.seq_len > limit:
+        raise UserError(f"--seq-len is {config.seq_len}, beyond this model's maximum of {limit} tokens")
+    run = open_run(config.run, config.resume, source.short_name)
+    context, config = context_of(text_config, config.context), replace(config, device=device)
+    plan = Plan(config, source, model_config, units, candidates, budget, kv_budget, context, run)
     plan.problem()
     return plan
 
@@ -218,8 +215,7 @@ def profile(config: SearchConfig, reporter: Reporter | None = None) -> Profiled:
 
 
 def _profiled(plan: Plan, clock: Clock) -> Profiled:
-    config, say = plan.config, clock.reporter.say
-    run = open_run(config.run, config.resume, plan.source.short_name)
+    config, say, run = plan.config, clock.reporter.say, plan.run
     say(plan.units.coverage())
     for reason in refusals(plan):
         say(reason)
@@ -227,7 +223,7 @@ def _profiled(plan: Plan, clock: Clock) -> Profiled:
         tokenizer = load.load_tokenizer(plan.source)
         calib, measure = text_sources(config.calib, config.eval)
         limit = getattr(plan.model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-        ids = sequences(tokenizer, calib, config.samples, _within(config.seq_len, limit, "--seq-len"))
+        ids = sequences(tokenizer, calib, config.samples, config.seq_len)
         eval_ids = sequences(tokenizer, measure, config.eval_samples, min(config.eval_len, limit or config.eval_len))
         model = load.load_model(plan.source, config.device, config.dtype)
         units = find_units(model, config.include)
@@ -247,12 +243,6 @@ def _profiled(plan: Plan, clock: Clock) -> Profiled:
             model, units, plan.candidates, ids, fingerprint, run.path, config.batch, config.low_memory, progress, say
         )
     return Profiled(plan, model, ids, eval_ids, profile, run, clock)
-
-
-def _within(length: int, limit: int | None, option: str) -> int:
-    if limit and length > limit:
-        raise UserError(f"{option} is {length}, beyond this model's maximum of {limit} tokens")
-    return length
 
 
 def refusals(plan: Plan) -> list[str]:
@@ -434,8 +424,8 @@ def _make_recipe(
             text=plan.config.eval or plan.config.calib or STDLIB,
             uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
         ),
-        formats={name: recipes.describe(f) for name, f in used.items()}
-        | {name: recipes.describe(f) for name, f in kv_used.items()},
+        formats={name: recipes.describe(f) for name, f in used.items()},
+        kv_formats={name: recipes.describe(f) for name, f in kv_used.items()},
         weights=weights,
         kv=tuple(recipes.KVEntry(**entry) for entry in layers.values()),
         left_out={entry.reason: entry.numel for entry in units.left_out},

@@ -159,6 +159,7 @@ class Recipe(_Strict):
     predicted: PredictedEntry
     measured: MeasuredEntry | None
     formats: dict[str, FormatEntry]
+    kv_formats: dict[str, FormatEntry]
     weights: dict[str, WeightEntry]
     kv: tuple[KVEntry, ...]
     left_out: dict[str, int] = Field(description="reason -> parameters that stay in 16 bit")
@@ -173,7 +174,7 @@ class Recipe(_Strict):
         found = {}
         for layer in self.kv:
             for kind in ("key", "value"):
-                found[f"{layer.module}.{kind}"] = kv_format_of(getattr(layer, kind).format, self.formats)
+                found[f"{layer.module}.{kind}"] = kv_format_of(getattr(layer, kind).format, self.kv_formats)
         return found
 
     def absmax(self) -> dict[str, float]:
@@ -188,12 +189,13 @@ class Recipe(_Strict):
 
 
 _COMMENTS = {
-    "model": "What this recipe is for; the fingerprint is checked when the recipe is applied.",
+    "model": "What this recipe is for.",
     "budget": "What was asked for.",
     "totals": "What it stores. bits: effective bits per searched weight, scales and padding counted.",
     "predicted": "Nats of KL per token, summed over the units, with its standard error over the profile's sequences.",
     "measured": "On text that was not profiled; errors are over windows, comparisons are paired by window.",
-    "formats": "Every format used, written out in full.",
+    "formats": "Every weight format used, written out in full.",
+    "kv_formats": "Every KV format used.",
     "weights": "Tensors of one unit share a format (serving engines fuse them).",
     "kv": "The cache, layer by layer, keys apart from values.",
     "left_out": "Parameters that stay in 16 bit, and why.",
@@ -210,7 +212,8 @@ def to_yaml(recipe: Recipe) -> str:
     lines.append("# `autoq show` prints it as a table.")
     for key, value in data.items():
         lines.append(f"\n# {_COMMENTS[key]}" if key in _COMMENTS else "")
-        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=140, default_flow_style=None)
+        entry_a_line = None if key in ("formats", "kv_formats", "weights", "kv") else False
+        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=entry_a_line)
         lines.append(text.rstrip("\n"))
     return "\n".join(lines) + "\n"
 
@@ -237,8 +240,8 @@ def read_recipe(path: Path) -> Recipe:
             raise unknown(f"format in the recipe's unit {unit}:", entry.format, recipe.formats)
     for layer in recipe.kv:
         for cache in (layer.key, layer.value):
-            if cache.format not in recipe.formats:
-                raise unknown(f"format in the recipe's layer {layer.layer}:", cache.format, recipe.formats)
+            if cache.format not in recipe.kv_formats:
+                raise unknown(f"format in the recipe's layer {layer.layer}:", cache.format, recipe.kv_formats)
     recipe.weight_formats()
     recipe.cache_formats()
     return recipe

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from autoq import cli
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 torch.set_num_threads(1)
@@ -62,11 +68,31 @@ def ids() -> torch.Tensor:
     return torch.randint(0, 128, (3, 40), generator=torch.Generator().manual_seed(7))
 
 
-def run_autoq(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "autoq", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+@dataclass(frozen=True)
+class Done:
+    """What a call of the command line printed and returned."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_autoq(*arguments: str, cwd: Path | None = None) -> Done:
+    """Call the command line as the console script does, in this process: importing torch anew for every call takes minutes."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.enter_context(mock.patch.object(sys, "argv", ["autoq", *arguments]))
+        stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "120", "NO_COLOR": "1"}))
+        if cwd is not None:
+            stack.callback(os.chdir, os.getcwd())
+            os.chdir(cwd)
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 SEARCH_ARGUMENTS = ("search", "--budget", "4.5bits", "--kv-budget", "5bits", "--samples", "6", "--seq-len", "64",

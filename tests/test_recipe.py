@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from autoq import api, recipe_schema
 from autoq.errors import UserError
 from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, kv_format, weight_format
+from autoq.formats.format import KVFormat
 from autoq.model.load import load_config, model_source
 from autoq.model.units import find_units
 from autoq.recipe import Recipe, describe, format_of, json_schema, kv_format_of, read_recipe, to_yaml
@@ -33,19 +35,24 @@ def changed(path: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
     return out
 
 
+def nameless(fmt: KVFormat) -> KVFormat:
+    """The block format inside a KV format has a name of its own, which the file does not repeat."""
+    return replace(fmt, values=replace(fmt.values, name=""))
+
+
 def test_a_recipe_reads_back_as_it_was_written(recipe_path: Path) -> None:
     recipe = read_recipe(recipe_path)
     assert to_yaml(recipe) == recipe_path.read_text()
     assert recipe.weight_formats() == {u: weight_format(e.format) for u, e in recipe.weights.items()}
     for unit, fmt in recipe.cache_formats().items():
-        assert fmt == kv_format(fmt.name), unit
+        assert nameless(fmt) == nameless(kv_format(fmt.name)), unit
 
 
 def test_every_format_is_written_out_in_full() -> None:
     for name, fmt in WEIGHT_FORMATS.items():
         assert format_of(name, {name: describe(fmt)}) == fmt
     for name in [*KV_FORMATS, "int2_channel+residual128+sink4"]:
-        assert kv_format_of(name, {name: describe(kv_format(name))}) == kv_format(name)
+        assert nameless(kv_format_of(name, {name: describe(kv_format(name))})) == nameless(kv_format(name))
 
 
 def test_the_schema_is_current_and_holds_for_the_recipe(recipe_path: Path) -> None:

@@ -23,7 +23,8 @@ class Stage(Protocol):
 
     def update(self, done: int, total: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, finished: bool) -> None:
+        """End the stage; `finished` is False when an error ended it."""
 
 
 class Silent:
@@ -38,7 +39,7 @@ class Silent:
     def update(self, done: int, total: int) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         pass
 
 
@@ -53,9 +54,10 @@ class Clock:
     def stage(self, key: str, name: str) -> Iterator[Callable[[int, int], None]]:
         """Time a stage under `key`, shown as `name`; yields the function that takes (done, total)."""
         start = time.perf_counter()
-        shown = self.reporter.stage(name)
+        shown, finished = self.reporter.stage(name), False
         try:
             yield shown.update
+            finished = True
         finally:
-            shown.close()
+            shown.close(finished)
             self.seconds[key] = round(self.seconds.get(key, 0.0) + time.perf_counter() - start, 3)

@@ -46,8 +46,10 @@ class RichStage:
     def update(self, done: int, total: int) -> None:
         self.progress.update(self.task, completed=done, total=total)
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         self.progress.stop()
+        if not finished:
+            return
         self.progress.console.print(
             f"[green]done[/] {self.name} [dim]{time.perf_counter() - self.started:.1f} s[/]", highlight=False
         )
@@ -177,7 +179,7 @@ def _row(part: str, run: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def front_table(points: tuple[FrontPoint, ...], chosen: float, what: str) -> RenderableType | None:
+def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str) -> RenderableType | None:
     """Return the front around the chosen budget, or None where that side has none."""
     if not points:
         return None
@@ -186,7 +188,7 @@ def front_table(points: tuple[FrontPoint, ...], chosen: float, what: str) -> Ren
     table.add_column("predicted KL", justify="right")
     table.add_column("")
     worst = max(p.predicted_kl for p in points) or 1.0
-    nearest = min(points, key=lambda p: abs(p.bits - chosen))
+    nearest = None if chosen is None else min(points, key=lambda p: abs(p.bits - chosen))
     for point in points:
         bar = "█" * max(1, round(24 * point.predicted_kl / worst)) if point.predicted_kl else ""
         style = "bold cyan" if point is nearest else ""
@@ -222,7 +224,7 @@ def uniform_table(result: SearchResult) -> RenderableType:
 
 def fronts(result: FrontResult) -> RenderableType:
     """Return what `autoq front` prints."""
-    parts = [front_table(result.weights, -1, "bits per weight"), front_table(result.kv, -1, "bits per cached value")]
+    parts = [front_table(result.weights, None, "bits per weight"), front_table(result.kv, None, "bits per cached value")]
     return Group(*(p for p in parts if p is not None))
 
 
