@@ -77,12 +77,6 @@ class Bench:
 
         return make_profile(self.model, self.units, self.candidates, self.ids, made, run, progress=progress, say=print)
 
-    def first(self, sequences: int) -> Profile:
-        """Return the profile as if only the first sequences had been scored."""
-        samples = {u: {f: s[:sequences] for f, s in by_format.items()} for u, by_format in self.profile.samples.items()}
-        fingerprint = replace(self.profile.fingerprint, sequences=sequences)
-        return replace(self.profile, fingerprint=fingerprint, samples=samples, done=sequences)
-
     def yardstick(self, text: str) -> Yardstick:
         if text not in self.yardsticks:
             self.yardsticks[text] = Yardstick(self.model, self.units, self.eval_ids if text == "test" else self.fit_ids)
@@ -122,17 +116,19 @@ class Bench:
 
 def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
     """One row per kind and format: predicted, corrected on the profile's text, measured on the test text."""
-    table = damage_table(bench.first(sequences), bench.units, corrected=False)
-    raw = damage_table(bench.first(sequences), bench.units, "raw", corrected=False)
+    table = damage_table(bench.profile.first(sequences), bench.units, corrected=False)
+    same_text = damage_table(bench.profile.first(len(bench.fit_ids)), bench.units, corrected=False)
+    raw = damage_table(bench.profile.first(sequences), bench.units, "raw", corrected=False)
     todo: list[tuple[str, str, Callable[[str], Assignment]]] = [("weight", n, bench.weights_in) for n in WEIGHT_ROWS]
     for kind in ("key", "value"):
         todo += [(kind, n, lambda n, kind=kind: bench.caches_in(kind, n)) for n in KV_ROWS]  # type: ignore[misc]
     rows = []
     for kind, name, build in todo:
         units = [u for u in bench.units.units if u.kind == kind]
-        predicted = sum(table[u.name][name] for u in units)
+        predicted, on_fit = (sum(t[u.name][name] for u in units) for t in (table, same_text))
         fitted = bench.measure(f"{kind} {name}", build(name), "profile")
         tested = bench.measure(f"{kind} {name}", build(name))
+        corrected = predicted * fitted["kl"] / on_fit
         if kind == "weight":
             bits = weight_cost(bench.units, {u.name: weight_format(name) for u in units}).effective
         else:
@@ -141,8 +137,8 @@ def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "kind": kind, "format": name, "bits": bits, "predicted": predicted, "raw": sum(raw[u.name][name] for u in units),
-                "measured_on_profile_text": fitted["kl"], "corrected": fitted["kl"], "measured": tested["kl"], "stderr": tested["stderr"],
-                "plain_off": predicted / tested["kl"] - 1, "corrected_off": fitted["kl"] / tested["kl"] - 1,
+                "measured_on_profile_text": fitted["kl"], "corrected": corrected, "measured": tested["kl"], "stderr": tested["stderr"],
+                "plain_off": predicted / tested["kl"] - 1, "corrected_off": corrected / tested["kl"] - 1,
             }
         )  # fmt: skip
     return rows
@@ -154,8 +150,8 @@ def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: Dama
 
 def corrected_table(bench: Bench, sequences: int, estimator: Any = "pooled") -> DamageTable:
     """Damage with every column corrected by its uniform measurement on the profile's text, where one was made."""
-    profile = bench.first(sequences)
-    table = damage_table(profile, bench.units, estimator, corrected=False)
+    profile = bench.profile.first(sequences)
+    table = damage_table(bench.profile.first(len(bench.fit_ids)), bench.units, estimator, corrected=False)
     corrections = {}
     for key, found in bench.kept.items():
         text, _, rest = key.partition("/")

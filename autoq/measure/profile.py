@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,12 @@ class Profile:
     @property
     def complete(self) -> bool:
         return self.done >= self.fingerprint.sequences
+
+    def first(self, sequences: int) -> Profile:
+        """Return the profile as if only the first sequences had been scored."""
+        samples = {u: {f: s[:sequences] for f, s in by_format.items()} for u, by_format in self.samples.items()}
+        fingerprint = replace(self.fingerprint, sequences=sequences)
+        return replace(self, fingerprint=fingerprint, samples=samples, done=min(self.done, sequences))
 
     def heavy_sequences(self) -> list[int]:
         """Return the sequences that carry more than ten times their share of the summed damage: read the prediction with care."""

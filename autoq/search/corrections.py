@@ -21,11 +21,13 @@ def correct(
 ) -> None:
     """Add to `profile.corrections` the ratio measured / predicted of every uniform recipe that has none yet.
 
+    Both are taken on the same sequences, the first of the profile, so that how hard these happen to be cancels.
+
     Args:
-        yardstick: on the profile's own text. caches: format name -> assignment of that format to all keys, to all values.
+        yardstick: on the first sequences of the profile's own text. caches: format name -> assignment of that format to all keys, to all values.
         noise_floor: a measurement below twice this says nothing, and its column is left as it is.
     """
-    table = damage_table(profile, units, corrected=False)
+    table = damage_table(profile.first(len(yardstick.ids)), units, corrected=False)
     kinds = {u.name: u.kind for u in units.units}
     todo: list[tuple[str, str, Assignment]] = [("weight", u.weights, u.assignment) for u in weights]
     for kind, by_format in zip(("key", "value"), caches, strict=True):
