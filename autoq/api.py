@@ -29,6 +29,7 @@ from autoq.model import load
 from autoq.model.quantized import Assignment
 from autoq.model.text import STDLIB, own_bos, sequences, text_sources
 from autoq.model.units import ModelUnits, find_units
+from autoq.report.memory import peak_bytes
 from autoq.report.progress import Clock, Reporter, Silent
 from autoq.run_folder import RECIPE, RunFolder, open_run
 from autoq.search.baselines import Uniform, fair_uniforms, uniform_caches, uniform_weights
@@ -242,6 +243,9 @@ def _profiled(plan: Plan, clock: Clock) -> Profiled:
         profile = make_profile(
             model, units, plan.candidates, ids, fingerprint, run.path, config.batch, config.low_memory, progress, say
         )
+    if peak := peak_bytes():
+        held = sum(p.numel() * p.element_size() for p in model.parameters())
+        say(f"peak memory of the process {peak / 2**30:.2f} GiB, of which the model is {held / 2**30:.2f} GiB")
     return Profiled(plan, model, ids, eval_ids, profile, run, clock)
 
 

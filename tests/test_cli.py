@@ -42,6 +42,7 @@ def test_progress_goes_to_stderr(demo_search: dict[str, Any]) -> None:
     for stage in ("loading the model", "profiling", "checking uniform formats", "solving", "measuring the recipe"):
         assert f"done {stage}" in demo_search["stderr"]
     assert "parameters are searched" in demo_search["stderr"]
+    assert "peak memory" in demo_search["stderr"]
 
 
 def test_the_same_seed_gives_the_same_recipe_byte_for_byte(demo_search: dict[str, Any], tmp_path: Path) -> None:
