@@ -23,7 +23,7 @@ from autoq.errors import AutoqError, UserError, unknown
 from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
 from autoq.measure.damage import Candidates, weight_refusal
 from autoq.measure.divergence import Divergence, Yardstick
-from autoq.measure.estimate import DamageTable, Prediction, damage_table, disagreeing_cells, predict
+from autoq.measure.estimate import DamageTable, Prediction, correction_factors, damage_table, disagreeing_cells, predict
 from autoq.measure.profile import Fingerprint, Profile, make_profile, model_fingerprint, text_fingerprint
 from autoq.model import load
 from autoq.model.quantized import Assignment
@@ -33,7 +33,7 @@ from autoq.report.memory import peak_bytes
 from autoq.report.progress import Clock, Reporter, Silent
 from autoq.run_folder import RECIPE, RunFolder, open_run
 from autoq.search.baselines import Uniform, fair_uniforms, uniform_caches, uniform_weights
-from autoq.search.corrections import correct
+from autoq.search.corrections import measure_uniform
 from autoq.search.front import FrontPoint, around, sweep
 from autoq.search.problem import Option, Problem, make_problem
 from autoq.search.solver import solve, total_bits
@@ -185,13 +185,13 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         progress(1, 1)
     if config.correct:
         with clock.stage("correct", "checking uniform formats") as progress:
-            _correct(done, floor, progress)
-        profile.save(done.run.path)
-    table = damage_table(profile, units)
+            _correct(done, progress)
+    factors = correction_factors(profile, units, min(config.correct, len(done.ids)), floor) if config.correct else {}
+    table = damage_table(profile, units, factors=factors)
     with clock.stage("solve", "solving") as progress:
         problem = plan.problem(table)
         choice = solve(problem)
-        prediction = predict(profile, units, {u: o.format for u, o in choice.items()})
+        prediction = predict(profile, units, {u: o.format for u, o in choice.items()}, factors=factors)
         front, kv_front = _fronts(plan, problem, choice)
         progress(1, 1)
     assignment = assignment_of(units, choice, profile.absmax)
@@ -238,7 +238,6 @@ def _profiled(plan: Plan, clock: Clock) -> Profiled:
         model_fingerprint(model), text_fingerprint(ids), config.seed, len(ids), ids.shape[1],
         load.dtype_name(config.dtype, config.device), config.include,
     )  # fmt: skip
-    run.describe(_description(plan))
     with clock.stage("profile", "profiling") as progress:
         profile = make_profile(
             model, units, plan.candidates, ids, fingerprint, run.path, config.batch, config.low_memory, progress, say
@@ -275,23 +274,25 @@ def _description(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _correct(done: Profiled, floor: float, progress: Any) -> None:
+def _correct(done: Profiled, progress: Any) -> None:
+    """Measure the uniform formats of the sides that have a budget, where the profile lacks them."""
     plan, profile, units = done.plan, done.profile, done.plan.units
-    table = damage_table(profile, units, corrected=False)
-    weights = uniform_weights(units, plan.candidates, table, profile.absmax) if plan.budget else []
-    caches: list[dict[str, Assignment]] = []
-    for kind, formats in (("key", plan.candidates.keys), ("value", plan.candidates.values)):
-        of_kind = [u.name for u in units.caches if u.kind == kind]
-        caches.append(
-            {f.name: Assignment({}, dict.fromkeys(of_kind, f), profile.absmax) for f in formats} if plan.kv_budget else {}
-        )
-    wanted = [f"weight/{w.weights}" for w in weights] + [
-        f"{k}/{f}" for k, c in zip(("key", "value"), caches, strict=True) for f in c
-    ]
-    if all(name in profile.corrections for name in wanted):
+    uniform: dict[str, Assignment] = {}
+    for kind, asked, formats in (
+        ("weight", plan.budget, plan.candidates.weights),
+        ("key", plan.kv_budget, plan.candidates.keys),
+        ("value", plan.kv_budget, plan.candidates.values),
+    ):
+        for fmt in formats if asked else ():
+            able = [u.name for u in units.units if u.kind == kind and fmt in plan.candidates.for_unit(u)]
+            chosen: Any = dict.fromkeys(able, fmt)
+            weights, caches = (chosen, {}) if kind == "weight" else ({}, chosen)
+            uniform[f"{kind}/{fmt.name}"] = Assignment(weights, caches, profile.absmax)
+    sequences = min(plan.config.correct, len(done.ids))
+    if all(profile.uniform_kl.get(key, (0.0, 0))[1] == sequences for key in uniform):
         return
-    yardstick = Yardstick(done.model, units, done.ids[: plan.config.correct])
-    correct(profile, units, yardstick, weights, (caches[0], caches[1]), floor, progress)
+    measure_uniform(profile, Yardstick(done.model, units, done.ids[:sequences]), uniform, progress)
+    profile.save(done.run.path)
 
 
 def assignment_of(units: ModelUnits, choice: dict[str, Option], absmax: dict[str, float]) -> Assignment:
@@ -417,7 +418,7 @@ def _make_recipe(
             bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),
             weight_bytes=-(-cost.whole_bits // 8), kv_bytes=-(-kv_bits // 8),
         ),
-        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr), estimator="pooled, corrected" if done.profile.corrections else "pooled"),
+        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr), estimator="pooled, corrected" if plan.config.correct else "pooled"),
         measured=recipes.MeasuredEntry(
             kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr),
             kl_percentiles={k: _round(v) for k, v in divergence.percentiles().items()},
@@ -497,7 +498,9 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     source = load.model_source(config.model)
     units = find_units(load.empty_model(load.load_config(source)), config.include)
     candidates, context = load_space(config.space), int(description["context"])
-    table = damage_table(profile, units)
+    measured_on = max((count for _, count in profile.uniform_kl.values()), default=0)
+    factors = correction_factors(profile, units, measured_on) if measured_on else {}
+    table = damage_table(profile, units, factors=factors)
     everything = parse_budget("16bits")
     kv = everything if candidates.keys and candidates.values else None
     problem = make_problem(units, candidates, everything if candidates.weights else None, kv, context, table)

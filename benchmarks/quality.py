@@ -30,7 +30,7 @@ from autoq.cost.kv_memory import kv_cost
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
 from autoq.measure.divergence import Yardstick
-from autoq.measure.estimate import DamageTable, damage_table
+from autoq.measure.estimate import DamageTable, correction_factors, damage_table
 from autoq.measure.importance import input_importance
 from autoq.measure.profile import Fingerprint, Profile, make_profile, model_fingerprint, text_fingerprint
 from autoq.model.load import load_model, load_tokenizer, model_source
@@ -116,9 +116,9 @@ class Bench:
 
 def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
     """One row per kind and format: predicted, corrected on the profile's text, measured on the test text."""
-    table = damage_table(bench.profile.first(sequences), bench.units, corrected=False)
-    same_text = damage_table(bench.profile.first(len(bench.fit_ids)), bench.units, corrected=False)
-    raw = damage_table(bench.profile.first(sequences), bench.units, "raw", corrected=False)
+    table = damage_table(bench.profile.first(sequences), bench.units)
+    same_text = damage_table(bench.profile.first(len(bench.fit_ids)), bench.units)
+    raw = damage_table(bench.profile.first(sequences), bench.units, "raw")
     todo: list[tuple[str, str, Callable[[str], Assignment]]] = [("weight", n, bench.weights_in) for n in WEIGHT_ROWS]
     for kind in ("key", "value"):
         todo += [(kind, n, lambda n, kind=kind: bench.caches_in(kind, n)) for n in KV_ROWS]  # type: ignore[misc]
@@ -150,16 +150,14 @@ def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: Dama
 
 def corrected_table(bench: Bench, sequences: int, estimator: Any = "pooled") -> DamageTable:
     """Damage with every column corrected by its uniform measurement on the profile's text, where one was made."""
-    profile = bench.profile.first(sequences)
-    table = damage_table(bench.profile.first(len(bench.fit_ids)), bench.units, estimator, corrected=False)
-    corrections = {}
-    for key, found in bench.kept.items():
-        text, _, rest = key.partition("/")
-        kind, _, name = rest.partition(" ")
-        units = [u.name for u in bench.units.units if u.kind == kind]
-        if text == "profile" and units and name in table[units[0]]:
-            corrections[f"{kind}/{name}"] = found["kl"] / sum(table[u][name] for u in units)
-    return damage_table(replace(profile, corrections=corrections), bench.units, estimator)
+    fitted = len(bench.fit_ids)
+    measured = {
+        key.removeprefix("profile/").replace(" ", "/"): (found["kl"], fitted)
+        for key, found in bench.kept.items()
+        if key.startswith("profile/")
+    }
+    factors = correction_factors(replace(bench.profile, uniform_kl=measured), bench.units, fitted, estimator=estimator)
+    return damage_table(bench.profile.first(sequences), bench.units, estimator, factors)
 
 
 def recipe_rows(bench: Bench) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from autoq.codec import fake_quantize_activation
 from autoq.errors import AutoqError, UserError
 from autoq.formats.format import Format, KVFormat
 from autoq.measure.kv_scorer import KVScorer, Pattern, pattern, raw_pair_gradients
@@ -44,6 +45,8 @@ class Candidates:
 
 def weight_refusal(unit: Unit, fmt: Format) -> str | None:
     """Say why a weight unit cannot take a format, or None."""
+    if fmt.activation is not None and unit.role == "experts":
+        return f"{unit.name}: {fmt.name} is left out, inputs of experts are not quantized"
     reasons = (fmt.refusal(t.width) for t in unit.tensors)
     return next((f"{unit.name}: {fmt.name} is left out, {r}" for r in reasons if r), None)
 
@@ -60,6 +63,7 @@ class DamageScorer:
     units: ModelUnits
     candidates: Candidates
     recompute: bool = False
+    row: int | None = field(default=None, init=False)  # the sequence whose logits are being made, inside label_gradient
     weights: dict[str, WeightScorer] = field(default_factory=dict)
     caches: dict[str, KVScorer] = field(default_factory=dict)
 
@@ -88,8 +92,11 @@ class DamageScorer:
             hidden = hidden_states(self.model, ids)
             if not torch.isfinite(hidden).all():
                 raise AutoqError("the model's hidden states are not finite on this text: try --dtype float32")
-            hidden.backward(label_gradient(self.head, hidden.detach(), seeds))
+            hidden.backward(label_gradient(self.head, hidden.detach(), seeds, self._at_row))
         return found
+
+    def _at_row(self, row: int | None) -> None:
+        self.row = row
 
     @contextmanager
     def _listening(self, ids: torch.Tensor, found: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -100,6 +107,7 @@ class DamageScorer:
             stack.callback(lambda: [p.requires_grad_(trained[n]) for n, p in self.model.named_parameters()])
             self.model.requires_grad_(False)
             stack.callback(embedding.register_forward_hook(lambda _m, _i, out: out.detach().requires_grad_()).remove)
+            self._listen_to_embedding(stack, ids, found)
             for unit in self.units.weights:
                 for tensor in unit.tensors if self.candidates.for_unit(unit) else ():
                     self._listen_to_weight(stack, unit, tensor, len(ids), found[unit.name])
@@ -130,14 +138,54 @@ class DamageScorer:
             return
 
         def listen(x: torch.Tensor, dy: torch.Tensor) -> None:
-            if x.shape[0] != batch or x.dim() != 3:
-                x, dy = (t.reshape(batch, -1, t.shape[-1]) for t in (x, dy))
-            found.add_(scorer().score(x, dy))
+            sequences = batch if self.row is None else 1
+            x, dy = (t.reshape(sequences, -1, t.shape[-1]) for t in (x, dy))
+            into = found if self.row is None else found[:, self.row : self.row + 1]
+            into.add_(scorer().score(x, dy))
+            self._add_activations(into, formats, tensor, parameter, x, dy)
 
         def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             return tap(output, inputs[0], listen)
 
         stack.callback(self.model.get_submodule(tensor.name).register_forward_hook(hook).remove)
+
+    def _listen_to_embedding(self, stack: ExitStack, ids: torch.Tensor, found: dict[str, torch.Tensor]) -> None:
+        """Where the input embedding is scored too (a tied head), add its part: a gradient row per token."""
+        embedding = self.model.get_input_embeddings()
+        name = next((n for n, p in self.model.named_parameters(remove_duplicate=False) if p is embedding.weight), "")
+        for unit in self.units.weights:
+            for tensor in unit.tensors:
+                if name not in (tensor.parameter, *tensor.also):
+                    continue
+
+                def listen(gradient: torch.Tensor, unit: Unit = unit, tensor: WeightTensor = tensor) -> None:
+                    for row in range(len(ids)):
+                        whole = torch.zeros(tensor.shape, dtype=torch.float32, device=gradient.device)
+                        whole.index_add_(0, ids[row], gradient[row].to(torch.float32))
+                        found[unit.name][:, row : row + 1] += self.weights[tensor.name].score_gradient(whole)
+
+                def hook(_m: torch.nn.Module, _i: Any, out: torch.Tensor, listen: Any = listen) -> None:
+                    out.register_hook(listen)
+
+                stack.callback(embedding.register_forward_hook(hook).remove)
+
+    def _add_activations(
+        self,
+        found: torch.Tensor,
+        formats: tuple[Format | KVFormat, ...],
+        tensor: WeightTensor,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        dy: torch.Tensor,
+    ) -> None:
+        """Add <dL/dx, Q(x) - x> to the formats that quantize the layer's input too."""
+        gradient = None
+        for i, fmt in enumerate(formats):
+            if isinstance(fmt, Format) and fmt.activation is not None:
+                if gradient is None:
+                    gradient = dy @ (weight.detach().T if tensor.layout == "conv1d" else weight.detach())
+                delta = fake_quantize_activation(x, fmt.activation) - x
+                found[i] += (gradient * delta).sum((1, 2))
 
     def _attention_handler(self, found: dict[str, torch.Tensor]) -> Callable[..., Any]:
         by_module = {u.module: u for u in self.units.caches}

@@ -19,28 +19,49 @@ from autoq.model.units import ModelUnits, Unit
 
 Estimator = Literal["pooled", "raw"]
 DamageTable = dict[str, dict[str, float]]
-TRUSTED_KL = 0.5  # nats; above this, or below 3 bits, second order is too low
+TRUSTED_KL = 0.5  # nats; above this second order is too low
 
 
 def damage_table(
-    profile: Profile, units: ModelUnits, estimator: Estimator = "pooled", corrected: bool = True, skip: int | None = None
+    profile: Profile,
+    units: ModelUnits,
+    estimator: Estimator = "pooled",
+    factors: Mapping[str, float] | None = None,
+    skip: int | None = None,
 ) -> DamageTable:
     """Return unit -> format -> predicted damage in nats per token.
 
     Args:
-        corrected: multiply each format's column by its measured uniform correction, where the profile has one.
+        factors: "kind/format" -> what to multiply that column with, from `correction_factors`.
         skip: leave one sequence out (for the jackknife).
     """
     table: DamageTable = {}
     for members in _by_role(units).values():
         raw = {u.name: _raw(profile, u, skip) for u in members}
         table.update(_pool(profile, members, raw, _sequences(profile, skip)) if estimator == "pooled" else raw)
-    if corrected:
-        kinds = {u.name: u.kind for u in units.units}
-        for name, row in table.items():
-            for fmt in row:
-                row[fmt] *= profile.corrections.get(f"{kinds[name]}/{fmt}", 1.0)
+    for unit in units.units if factors else ():
+        row = table[unit.name]
+        for fmt in row:
+            row[fmt] *= (factors or {}).get(f"{unit.kind}/{fmt}", 1.0)
     return table
+
+
+def correction_factors(
+    profile: Profile, units: ModelUnits, sequences: int, noise_floor: float = 0.0, estimator: Estimator = "pooled"
+) -> dict[str, float]:
+    """Return "kind/format" -> measured over predicted KL of the uniform formats that were measured on the first `sequences`.
+
+    Both are taken on the same sequences, so that how hard these happen to be cancels. A measurement within twice the noise
+    floor says nothing, and leaves its column as it is.
+    """
+    table = damage_table(profile.first(sequences), units, estimator)
+    factors = {}
+    for key, (kl, measured_on) in profile.uniform_kl.items():
+        kind, fmt = key.split("/", 1)
+        predicted = sum(table[u.name].get(fmt, 0.0) for u in units.units if u.kind == kind)
+        if measured_on == sequences and predicted > 0 and kl > 2 * noise_floor:
+            factors[key] = kl / predicted
+    return factors
 
 
 @dataclass(frozen=True)
@@ -52,24 +73,28 @@ class Prediction:
 
 
 def predict(
-    profile: Profile, units: ModelUnits, choice: Mapping[str, str], estimator: Estimator = "pooled", corrected: bool = True
+    profile: Profile,
+    units: ModelUnits,
+    choice: Mapping[str, str],
+    estimator: Estimator = "pooled",
+    factors: Mapping[str, float] | None = None,
 ) -> Prediction:
     """Predict the damage of a choice unit -> format name; units in 16 bit cost nothing."""
 
     def total(table: DamageTable) -> float:
         return sum(table[unit][fmt] for unit, fmt in choice.items() if fmt in table.get(unit, {}))
 
-    whole = total(damage_table(profile, units, estimator, corrected))
+    whole = total(damage_table(profile, units, estimator, factors))
     n = profile.done
     if n < 2:
         return Prediction(whole, math.nan)
-    left = np.array([total(damage_table(profile, units, estimator, corrected, skip=i)) for i in range(n)])
+    left = np.array([total(damage_table(profile, units, estimator, factors, skip=i)) for i in range(n)])
     return Prediction(whole, float(np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())))
 
 
 def disagreeing_cells(profile: Profile, units: ModelUnits, sigmas: float = 4.0) -> list[tuple[str, str, float]]:
     """Return (unit, format, raw / pooled) of the cells that disagree with the pooled form: outlier channels, worth a look."""
-    raw, pooled = (damage_table(profile, units, e, corrected=False) for e in ("raw", "pooled"))
+    raw, pooled = (damage_table(profile, units, e) for e in ("raw", "pooled"))
     width = sigmas * math.sqrt(2 / max(1, profile.done))
     found = [
         (unit, fmt, value / pooled[unit][fmt])

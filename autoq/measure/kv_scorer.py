@@ -6,7 +6,7 @@ gradient over the other pairs is taken off first (`raw_pair_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,13 @@ class KVScorer:
         self.absmax = 0.0
         self.squared_error = torch.zeros(len(self.formats), dtype=torch.float64)
         self.squared_norm = 0.0
+
+    def resume(self, absmax: float, squared_norm: float, relative_error: Mapping[str, float]) -> None:
+        """Go on from the sums of the batches scored before."""
+        self.absmax, self.squared_norm = absmax, squared_norm
+        self.squared_error = torch.tensor(
+            [relative_error.get(f.name, 0.0) * squared_norm for f in self.formats], dtype=torch.float64
+        )
 
     def score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
         """Return u [formats, batch] from K or V and its gradient, both [batch, KV heads, tokens, head_dim].

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from autoq.model.head import Head
@@ -9,13 +11,17 @@ from autoq.model.head import Head
 SPAN = 256  # vocabulary entries summed together before one of them is looked for
 
 
-def label_gradient(head: Head, hidden: torch.Tensor, seeds: list[int]) -> torch.Tensor:
+def label_gradient(
+    head: Head, hidden: torch.Tensor, seeds: list[int], at_row: Callable[[int | None], None] = lambda row: None
+) -> torch.Tensor:
     """Return d(-sum log p(label))/d(hidden) for hidden states [batch, tokens, hidden], same shape.
 
-    Each sequence draws its labels from its own seed, so that the result does not depend on how sequences are batched.
+    Each sequence draws its labels from its own seed, so that the result does not depend on how sequences are batched;
+    `at_row` is told which sequence the head is called for, and None at the end.
     """
     gradient = torch.empty_like(hidden)
     for row, seed in enumerate(seeds):
+        at_row(row)
         draws = torch.rand(hidden.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for part in head.chunks(hidden.shape[1]):
             states = hidden[row, part].detach().requires_grad_()
@@ -24,6 +30,7 @@ def label_gradient(head: Head, hidden: torch.Tensor, seeds: list[int]) -> torch.
             logits.backward(_logit_gradient(logits.detach(), draws[part].to(hidden.device)).to(logits.dtype))
             assert states.grad is not None
             gradient[row, part] = states.grad
+    at_row(None)
     return gradient
 
 

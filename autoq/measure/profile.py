@@ -52,7 +52,8 @@ class Profile:
         samples: unit -> format -> float32 [sequences], the u of method section 2 (NaN where not scored yet).
         relative_error: unit -> format -> squared error over squared norm.
         absmax: cache unit -> largest magnitude seen.
-        corrections: "kind/format" -> measured KL of the uniform format over its prediction, on the profile's text.
+        squared_norm: cache unit -> sum of squares behind its relative errors.
+        uniform_kl: "kind/format" -> (measured KL of that uniform format, on how many of the profile's first sequences).
         done: sequences scored.
     """
 
@@ -60,7 +61,8 @@ class Profile:
     samples: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     relative_error: dict[str, dict[str, float]] = field(default_factory=dict)
     absmax: dict[str, float] = field(default_factory=dict)
-    corrections: dict[str, float] = field(default_factory=dict)
+    squared_norm: dict[str, float] = field(default_factory=dict)
+    uniform_kl: dict[str, tuple[float, int]] = field(default_factory=dict)
     done: int = 0
 
     @property
@@ -94,7 +96,8 @@ class Profile:
             "formats": {unit: list(by_format) for unit, by_format in self.samples.items()},
             "relative_error": self.relative_error,
             "absmax": self.absmax,
-            "corrections": self.corrections,
+            "squared_norm": self.squared_norm,
+            "uniform_kl": self.uniform_kl,
         }
         run.mkdir(parents=True, exist_ok=True)
         part = run / (FILE + ".part")
@@ -124,7 +127,8 @@ class Profile:
             samples={u: dict(zip(f, rows[u], strict=True)) if f else {} for u, f in meta["formats"].items()},
             relative_error=meta["relative_error"],
             absmax=meta["absmax"],
-            corrections=meta["corrections"],
+            squared_norm=meta["squared_norm"],
+            uniform_kl={key: (kl, int(count)) for key, (kl, count) in meta["uniform_kl"].items()},
             done=meta["done"],
         )
 
@@ -186,7 +190,7 @@ def _run(
     total = len(ids)
     start = profile.done
     for name, kv in scorer.caches.items():
-        kv.absmax = profile.absmax.get(name, 0.0)
+        kv.resume(profile.absmax.get(name, 0.0), profile.squared_norm.get(name, 0.0), profile.relative_error.get(name, {}))
     if start == 0:
         for unit in units.units:
             names = [f.name for f in candidates.for_unit(unit)]
@@ -195,9 +199,10 @@ def _run(
     for at in range(start, total, batch):
         part = slice(at, min(at + batch, total))
         seeds = [_sequence_seed(profile.fingerprint.seed, i) for i in range(part.start, part.stop)]
-        for name, u in scorer.score(ids[part].to(model.device), seeds).items():
-            for row, samples in zip(u.cpu(), profile.samples[name].values(), strict=True):
-                samples[part] = row
+        scores = scorer.score(ids[part].to(model.device), seeds)
+        for unit in units.units:
+            for fmt, row in zip(candidates.for_unit(unit), scores[unit.name].cpu(), strict=True):
+                profile.samples[unit.name][fmt.name][part] = row
         _take_errors(profile, units, candidates, scorer)
         profile.done = part.stop
         if run is not None:
@@ -208,7 +213,7 @@ def _run(
 
 
 def _take_errors(profile: Profile, units: ModelUnits, candidates: Candidates, scorer: DamageScorer) -> None:
-    """Note relative errors and calibration; after a resume the errors of K and V are those of the batches since."""
+    """Note relative errors and calibration."""
     for unit in units.units:
         formats = candidates.for_unit(unit)
         if unit.kind == "weight":
@@ -219,7 +224,7 @@ def _take_errors(profile: Profile, units: ModelUnits, candidates: Candidates, sc
         else:
             kv = scorer.caches[unit.name]
             error = kv.squared_error / max(kv.squared_norm, 1e-300)
-            profile.absmax[unit.name] = kv.absmax
+            profile.absmax[unit.name], profile.squared_norm[unit.name] = kv.absmax, kv.squared_norm
         profile.relative_error[unit.name] = {f.name: float(e) for f, e in zip(formats, error, strict=True)}
 
 
@@ -261,6 +266,9 @@ def _merge(profile: Profile, addition: Profile) -> None:
     for unit, by_format in addition.samples.items():
         profile.samples.setdefault(unit, {}).update(by_format)
         profile.relative_error.setdefault(unit, {}).update(addition.relative_error.get(unit, {}))
+    for unit, absmax in addition.absmax.items():
+        profile.absmax[unit] = max(profile.absmax.get(unit, 0.0), absmax)
+    profile.squared_norm.update(addition.squared_norm)
 
 
 def _sequence_seed(seed: int, index: int) -> int:

@@ -104,9 +104,15 @@ def load_model(source: ModelSource, device: str, dtype: str) -> PreTrainedModel:
 
     with quiet_transformers():
         try:
-            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=_dtype(dtype, device), **source.arguments())
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=_dtype(dtype, device), output_loading_info=True, **source.arguments()
+            )
         except Exception as error:
             raise UserError(f"cannot load the weights of {source.name!r}: {_reason(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"the weights of {source.name!r} lack {missing[0]!r} ({len(missing)} tensors): the checkpoint does not fit its config"
+        )
     if source.gguf:  # decoded: these are plain weights now
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -14,9 +14,22 @@ def solve(problem: Problem) -> dict[str, Option]:
     """Return the option of every unit with the least summed damage within all limits.
 
     Deterministic: options that another one beats or equals in both bits and damage are dropped first, in a fixed order.
+    HiGHS stops within a tolerance of the largest damage in the problem, so options that alone cost more than a solution found
+    are dropped and the rest is solved again, until nothing changes.
     Raises AutoqError if the limits contradict each other (`make_problem` refuses a single impossible one).
     """
     options = {unit: undominated(found) for unit, found in problem.options.items()}
+    choice = _within(problem, options, _milp(problem, options))
+    while True:
+        total = total_damage(choice)
+        fewer = {unit: tuple(o for o in found if o.damage <= total) for unit, found in options.items()}
+        if fewer == options:
+            return choice
+        again = _within(problem, fewer, _milp(problem, fewer))
+        options, choice = fewer, min(choice, again, key=total_damage)
+
+
+def _milp(problem: Problem, options: dict[str, tuple[Option, ...]]) -> dict[str, Option]:
     flat = [(unit, option) for unit, found in options.items() for option in found]
     row_of = {unit: i for i, unit in enumerate(options)}
     rows = np.array([row_of[unit] for unit, _ in flat])
@@ -28,7 +41,7 @@ def solve(problem: Problem) -> dict[str, Option]:
     damage = np.array([option.damage for _, option in flat])
     scale = damage.max() or 1.0
     result = milp(
-        damage / scale,
+        1000 * damage / scale,
         constraints=constraints,
         integrality=np.ones(len(flat), dtype=np.int64),
         bounds=Bounds(0, 1),
@@ -36,8 +49,7 @@ def solve(problem: Problem) -> dict[str, Option]:
     )
     if result.x is None:
         raise AutoqError(f"the budgets cannot be met together ({result.message})")
-    chosen = {unit: option for (unit, option), x in zip(flat, result.x, strict=True) if x > 0.5}
-    return _within(problem, options, chosen)
+    return {unit: option for (unit, option), x in zip(flat, result.x, strict=True) if x > 0.5}
 
 
 def undominated(options: tuple[Option, ...]) -> tuple[Option, ...]:

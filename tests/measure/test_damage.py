@@ -20,7 +20,7 @@ from autoq.model.attention import intercepted
 from autoq.model.head import Head, hidden_states
 from autoq.model.kv_visibility import attend_mixed, quantized_pairs
 from autoq.model.quantized import Assignment, quantized
-from autoq.model.units import find_units
+from autoq.model.units import ModelUnits, find_units
 from tests.conftest import SMALL, build, llama_config
 
 WEIGHTS = tuple(weight_format(n) for n in ("fp8", "nvfp4", "mxfp4", "int4_g32_asym", "int4_g64_full", "int3_g64_asym", "nvfp4_lsq"))
@@ -45,8 +45,10 @@ def labels_by_quantile(model: PreTrainedModel, ids: torch.Tensor, seed: int) -> 
     return torch.searchsorted(p.cumsum(-1), draws.unsqueeze(1)).squeeze(1).clamp(max=p.shape[1] - 1)
 
 
-def slow_scores(model: PreTrainedModel, ids: torch.Tensor, seeds: list[int]) -> dict[str, torch.Tensor]:
-    units = find_units(model)
+def slow_scores(
+    model: PreTrainedModel, ids: torch.Tensor, seeds: list[int], units: ModelUnits | None = None
+) -> dict[str, torch.Tensor]:
+    units = units or find_units(model)
     columns = []
     for row, seed in zip(ids, seeds, strict=True):
         one = row.unsqueeze(0)
@@ -84,6 +86,41 @@ def test_weights_equal_the_slow_truth(name: str, ids: torch.Tensor) -> None:
         ]
         scale = expected.abs().amax()
         torch.testing.assert_close(fast[unit], expected[allowed], rtol=1e-3, atol=1e-4 * float(scale))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_and_a_tied_embedding_equal_the_slow_truth(ids: torch.Tensor, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoq.model import head as heads
+
+    monkeypatch.setattr(heads, "LOGITS_BYTES", 4 * 128 * 7)  # chunks of seven tokens: no multiple of the batch
+    model = build(llama_config(tie_word_embeddings=tied))
+    units = find_units(model, ("lm_head",))
+    fast = DamageScorer(model, units, Candidates(WEIGHTS, (), ())).score(ids, [11, 22, 33])
+    slow = slow_scores(model, ids, [11, 22, 33], units)
+    scale = float(slow["lm_head"].abs().amax())
+    torch.testing.assert_close(fast["lm_head"], slow["lm_head"], rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_activation_formats_add_the_inputs_part(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    """u of int8_w8a8 minus u of int8 is the inner product of the input's gradient with what its rounding changes."""
+    units = find_units(llama)
+    unit = next(u for u in units.weights if u.name.endswith("layers.0.mlp.down_proj"))
+    both = Candidates((weight_format("int8"), weight_format("int8_w8a8")), (), ())
+    found = DamageScorer(llama, units, both).score(ids[:1], [5])[unit.name][:, 0]
+    kept: dict[str, torch.Tensor] = {}
+
+    def live(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        kept["x"] = inputs[0].detach().requires_grad_()
+        return (kept["x"],)
+
+    handle = llama.get_submodule(unit.tensors[0].name).register_forward_pre_hook(live)
+    labels = labels_by_quantile(llama, ids[:1], 5)
+    torch.nn.functional.cross_entropy(llama(ids[:1]).logits[0], labels, reduction="sum").backward()
+    handle.remove()
+    assert kept["x"].grad is not None
+    delta = codec.fake_quantize_activation(kept["x"].detach(), weight_format("int8")) - kept["x"].detach()
+    expected = float((kept["x"].grad * delta).sum())
+    assert float(found[1] - found[0]) == pytest.approx(expected, rel=1e-2)
 
 
 def live_attention(model: PreTrainedModel, ids: torch.Tensor, seed: int, unit_module: str, fmt: KVFormat, kind: str) -> float:

@@ -15,7 +15,7 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure import damage
 from autoq.measure import profile as profiles
 from autoq.measure.damage import Candidates
-from autoq.measure.estimate import damage_table, disagreeing_cells, predict
+from autoq.measure.estimate import correction_factors, damage_table, disagreeing_cells, predict
 from autoq.measure.profile import FILE, Fingerprint, Profile, make_profile
 from autoq.model.units import find_units
 
@@ -151,8 +151,12 @@ def test_the_standard_error_of_a_prediction_is_its_spread_over_draws() -> None:
 def test_corrections_multiply_their_column() -> None:
     profile, units, _ = synthetic(16)
     plain = damage_table(profile, units)
-    profile.corrections["weight/b"] = 1.5
-    table = damage_table(profile, units)
+    predicted = sum(damage_table(profile.first(8), units)[u.name]["b"] for u in units.units)
+    profile.uniform_kl = {"weight/b": (1.5 * predicted, 8), "weight/c": (9.9, 4)}
+    factors = correction_factors(profile, units, 8)
+    assert factors == {"weight/b": pytest.approx(1.5)}  # c was measured on other sequences
+    assert correction_factors(profile, units, 8, noise_floor=predicted) == {}
+    table = damage_table(profile, units, factors=factors)
     assert table["layers.3.down_proj"]["b"] == pytest.approx(1.5 * plain["layers.3.down_proj"]["b"])
     assert table["layers.3.down_proj"]["a"] == plain["layers.3.down_proj"]["a"]
 

@@ -52,6 +52,18 @@ def test_the_solution_is_the_best_there_is(seed: int, limits: int) -> None:
     assert total_damage(choice) == pytest.approx(brute_force(problem), abs=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_one_huge_cell_does_not_blur_the_small_ones(seed: int) -> None:
+    """HiGHS's tolerances are relative to the largest damage; tiny damages beside a 50-nat cell must still be told apart."""
+    rng = random.Random(seed)
+    table = {f"u{i}": tuple(Option(f"f{j}", rng.randint(200, 900), 10 ** rng.uniform(-7, -4)) for j in range(4)) for i in range(7)}
+    table["u0"] = (*table["u0"], Option("huge", 100, 50.0))
+    problem = Problem(table, (Limit("a", frozenset(table), 7 * 450),))
+    best = brute_force(problem)
+    if best < 1:
+        assert total_damage(solve(problem)) == pytest.approx(best, rel=1e-9)
+
+
 def test_the_same_problem_has_the_same_solution_whatever_the_order() -> None:
     problem = random_problem(3)
     turned = Problem({u: tuple(reversed(o)) for u, o in problem.options.items()}, problem.limits)
