@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,17 +23,19 @@ from autoq.cost.bits import weight_cost
 from autoq.cost.kv_memory import cache_bits, cache_values, context_of, kv_cost
 from autoq.errors import AutoqError, UserError, unknown
 from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
+from autoq.formats.format import KVFormat
 from autoq.measure.damage import Candidates, weight_refusal
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import DamageTable, Prediction, correction_factors, damage_table, disagreeing_cells, predict
 from autoq.measure.profile import Fingerprint, Profile, make_profile, model_fingerprint, text_fingerprint
 from autoq.model import load
 from autoq.model.quantized import Assignment
-from autoq.model.text import STDLIB, own_bos, sequences, text_sources
-from autoq.model.units import ModelUnits, find_units
+from autoq.model.quantized import quantized as apply_assignment
+from autoq.model.text import STDLIB, sequences, text_sources
+from autoq.model.units import ModelUnits, find_units, uncacheable
 from autoq.report.memory import peak_bytes
 from autoq.report.progress import Clock, Reporter, Silent
-from autoq.run_folder import RECIPE, RunFolder, open_run
+from autoq.run_folder import RECIPE, RunFolder, make_folder, open_run
 from autoq.search.baselines import Uniform, fair_uniforms, uniform_caches, uniform_weights
 from autoq.search.corrections import measure_uniform
 from autoq.search.front import FrontPoint, around, sweep
@@ -58,8 +62,10 @@ class Plan:
     kv_budget: Budget | None
     context: int
     run: RunFolder
+    notes: tuple[str, ...]
 
     def problem(self, damage: DamageTable | None = None) -> Problem:
+        """Return the allocation problem; raises UserError for a budget that cannot be met."""
         return make_problem(self.units, self.candidates, self.budget, self.kv_budget, self.context, damage)
 
 
@@ -97,6 +103,7 @@ class SearchResult:
     kv_front: tuple[FrontPoint, ...]
     seconds: dict[str, float]
     warnings: tuple[str, ...]
+    options: str
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq search --json` prints."""
@@ -136,6 +143,9 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
 
     Raises UserError for an unknown name, an impossible budget, or a model that is no causal language model.
     """
+    for option in ("budget", "kv_budget", "calib", "eval", "space", "model"):
+        if getattr(config, option) == "":
+            raise UserError(f"--{option.replace('_', '-')} is empty: give a value, or leave the option out")
     if budgets_needed and config.budget is None and config.kv_budget is None:
         raise UserError("give a budget: --budget 4.5bits for the weights, --kv-budget 6bits for the cache, or both")
     budget = parse_budget(config.budget) if config.budget else None
@@ -152,21 +162,51 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     device = load.pick_device(config.device)
     source = load.model_source(config.model)
     model_config = load.load_config(source)
-    units = find_units(load.empty_model(model_config), config.include)
+    empty = load.empty_model(model_config)
+    units, candidates, notes = _searchable(find_units(empty, config.include), empty, candidates, kv_budget is not None)
     if not units.weights:
         raise UserError(f"{config.model!r} has no weight that autoq can quantize")
     text_config = model_config.get_text_config(decoder=True)
-    for fmt in (*candidates.keys, *candidates.values):
-        for unit in units.caches:
-            fmt.for_head_dim(unit.head_dim)
     limit = getattr(text_config, "max_position_embeddings", None)
     if limit and config.seq_len > limit:
         raise UserError(f"--seq-len is {config.seq_len}, beyond this model's maximum of {limit} tokens")
     run = open_run(config.run, config.resume, source.short_name)
     context, config = context_of(text_config, config.context), replace(config, device=device)
-    plan = Plan(config, source, model_config, units, candidates, budget, kv_budget, context, run)
+    plan = Plan(config, source, model_config, units, candidates, budget, kv_budget, context, run, notes)
     plan.problem()
     return plan
+
+
+def _searchable(
+    units: ModelUnits, empty: PreTrainedModel, candidates: Candidates, kv_wanted: bool
+) -> tuple[ModelUnits, Candidates, tuple[str, ...]]:
+    """Leave out the cache of a model whose keys and values autoq cannot reach, and formats that no head_dim fits.
+
+    Returns (units, candidates, what to say); raises UserError where that is what was asked for.
+    """
+    if reason := uncacheable(empty):
+        if kv_wanted:
+            raise UserError(f"--kv-budget: {reason}")
+        return (
+            replace(units, units=units.weights),
+            replace(candidates, keys=(), values=()),
+            (f"the KV cache is not profiled: {reason}",),
+        )
+    notes: list[str] = []
+
+    def fitting(formats: tuple[KVFormat, ...]) -> tuple[KVFormat, ...]:
+        kept = []
+        for fmt in formats:
+            try:
+                for unit in units.caches:
+                    fmt.for_head_dim(unit.head_dim)
+                kept.append(fmt)
+            except UserError as error:
+                notes.append(str(error))
+        return tuple(kept)
+
+    fitted = replace(candidates, keys=fitting(candidates.keys), values=fitting(candidates.values))
+    return units, fitted, tuple(dict.fromkeys(notes))
 
 
 def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResult:
@@ -203,7 +243,18 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     recipe.write(path)
     warnings = _warnings(plan, done, divergence, uniforms, choice, table)
     return SearchResult(
-        recipe, path, done.run.path, units.coverage(), divergence, floor, uniforms, front, kv_front, clock.seconds, warnings
+        recipe,
+        path,
+        done.run.path,
+        units.coverage(),
+        divergence,
+        floor,
+        uniforms,
+        front,
+        kv_front,
+        clock.seconds,
+        warnings,
+        config.options(),
     )
 
 
@@ -218,7 +269,7 @@ def profile(config: SearchConfig, reporter: Reporter | None = None) -> Profiled:
 def _profiled(plan: Plan, clock: Clock) -> Profiled:
     config, say, run = plan.config, clock.reporter.say, plan.run
     say(plan.units.coverage())
-    for reason in refusals(plan):
+    for reason in (*plan.notes, *refusals(plan)):
         say(reason)
     with clock.stage("load", "loading the model") as progress:
         tokenizer = load.load_tokenizer(plan.source)
@@ -227,13 +278,14 @@ def _profiled(plan: Plan, clock: Clock) -> Profiled:
         ids = sequences(tokenizer, calib, config.samples, config.seq_len)
         eval_ids = sequences(tokenizer, measure, config.eval_samples, min(config.eval_len, limit or config.eval_len))
         model = load.load_model(plan.source, config.device, config.dtype)
-        units = find_units(model, config.include)
-        if [u.name for u in units.units] != [u.name for u in plan.units.units]:
+        units = plan.units
+        if [u.name for u in find_units(model, config.include).weights] != [u.name for u in units.weights]:
             raise AutoqError("the loaded model has other layers than its config says")
         progress(1, 1)
     if kind := load.gguf_type(plan.source):
         say(f"warning: the weights of this GGUF are {kind} already; another format of as few bits may look better than it is")
     say(f"computing in {load.dtype_name(config.dtype, config.device)} on {config.device}; run folder {run.path}")
+    make_folder(run.path)
     fingerprint = Fingerprint(
         model_fingerprint(model), text_fingerprint(ids), config.seed, len(ids), ids.shape[1],
         load.dtype_name(config.dtype, config.device), config.include,
@@ -242,6 +294,7 @@ def _profiled(plan: Plan, clock: Clock) -> Profiled:
         profile = make_profile(
             model, units, plan.candidates, ids, fingerprint, run.path, config.batch, config.low_memory, progress, say
         )
+    run.describe(_description(plan))
     if peak := peak_bytes():
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         say(f"peak memory of the process {peak / 2**30:.2f} GiB, of which the model is {held / 2**30:.2f} GiB")
@@ -418,7 +471,7 @@ def _make_recipe(
             bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),
             weight_bytes=-(-cost.whole_bits // 8), kv_bytes=-(-kv_bits // 8),
         ),
-        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr), estimator="pooled, corrected" if plan.config.correct else "pooled"),
+        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr) if math.isfinite(prediction.stderr) else None, estimator="pooled, corrected" if plan.config.correct else "pooled"),
         measured=recipes.MeasuredEntry(
             kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr),
             kl_percentiles={k: _round(v) for k, v in divergence.percentiles().items()},
@@ -494,10 +547,13 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
         raise UserError(
             f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume"
         )
-    config = SearchConfig(model=description["model"], space=description["space"], include=tuple(description["include"]))
-    source = load.model_source(config.model)
-    units = find_units(load.empty_model(load.load_config(source)), config.include)
-    candidates, context = load_space(config.space), int(description["context"])
+    try:
+        config = SearchConfig(model=description["model"], space=description["space"], include=tuple(description["include"]))
+        context = int(description["context"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
+    empty = load.empty_model(load.load_config(load.model_source(config.model)))
+    units, candidates, _ = _searchable(find_units(empty, config.include), empty, load_space(config.space), kv_wanted=False)
     measured_on = max((count for _, count in profile.uniform_kl.values()), default=0)
     factors = correction_factors(profile, units, measured_on) if measured_on else {}
     table = damage_table(profile, units, factors=factors)
@@ -508,6 +564,8 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     sides = []
     for members, values in ((units.weights, units.searched), (units.caches, sum(cache_values(u, context) for u in units.caches))):
         sides.append(tuple(sweep(problem, frozenset(u.name for u in members), values, asked)) if members else ())
+    if not sides[0] and not sides[1]:
+        raise UserError(f"no budget of {', '.join(f'{b:g}' for b in asked)} bits can be met with this space: ask for more bits")
     return FrontResult(run, sides[0], sides[1])
 
 
@@ -570,6 +628,22 @@ def recipe_assignment(recipe: recipes.Recipe, units: ModelUnits) -> Assignment:
     return Assignment(recipe.weight_formats(), recipe.cache_formats(), recipe.absmax())
 
 
+@contextmanager
+def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str) -> Iterator[PreTrainedModel]:
+    """Run the block with a recipe's weights, keys and values in place of the model's own; everything is back afterwards.
+
+    Raises UserError if the recipe names what the model does not have, or was made for a model with other weights.
+    """
+    loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
+    made_for, is_ = loaded.model.fingerprint, model_fingerprint(model)
+    if made_for != is_:
+        raise UserError(f"the recipe was made for a model with other weights ({loaded.model.id}, {made_for}; this one is {is_})")
+    has_head = any(e.role == "head" for e in loaded.weights.values())
+    units = find_units(model, ("lm_head",) if has_head else ())
+    with apply_assignment(model, units, recipe_assignment(loaded, units)) as changed:
+        yield changed
+
+
 def memory(
     model: str, contexts: Sequence[int], batches: Sequence[int], recipe: recipes.Recipe | None = None
 ) -> list[dict[str, Any]]:
@@ -581,7 +655,11 @@ def memory(
         if batch < 1:
             raise UserError(f"a batch of {batch} holds no sequence: give 1 or more")
     config = load.load_config(load.model_source(model))
-    units = find_units(load.empty_model(config))
+    empty = load.empty_model(config)
+    if (reason := uncacheable(empty)) and "attention function" not in reason:
+        raise UserError(reason)
+    has_head = recipe is not None and any(e.role == "head" for e in recipe.weights.values())
+    units = find_units(empty, ("lm_head",) if has_head else ())
     weight_bytes = recipe.totals.weight_bytes if recipe else 2 * units.parameters
     assignments: dict[str, dict[str, Any]] = {
         name: dict.fromkeys((u.name for u in units.caches), f) for name, f in KV_FORMATS.items()
@@ -609,8 +687,8 @@ __all__ = [
     "front",
     "make_plan",
     "memory",
-    "own_bos",
     "profile",
+    "quantized",
     "search",
     "show",
 ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoq.report.terminal import RichReporter
 
 D = SearchConfig()
+INTERRUPTED = 130
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -189,7 +190,7 @@ def profile(
     out.print(
         f"{facts['units']} units x {len(facts['formats'])} formats on {facts['sequences']} sequences of {facts['tokens']} tokens, in {facts['run']}"
     )
-    out.print(f"next: autoq search --model {model} --run {facts['run']} --budget 4.5bits", soft_wrap=True)
+    out.print(" ".join(f"next: autoq search {config.options()} --run {facts['run']} --budget 4.5bits".split()), soft_wrap=True)
 
 
 @app.command(epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json")
@@ -317,20 +318,26 @@ def main() -> None:
     """Run the command line; one sentence and exit code 2 for a user's mistake, 1 for a failure."""
     debug = "--debug" in sys.argv
     try:
-        app()
+        code = app(standalone_mode=False)
     except AutoqError as error:
         if debug:
             raise
         _complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _complain("stopped; --resume goes on from the last finished batch")
-        sys.exit(130)
+        code = INTERRUPTED
     except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error: an unknown option, a value of the wrong type
+            error.show()
+            sys.exit(error.exit_code)
         if debug:
             raise
         _complain(f"{type(error).__name__}: {error} (--debug shows where)")
         sys.exit(1)
+    if code == INTERRUPTED:
+        _complain("stopped; --resume goes on from the last finished batch")
+    if isinstance(code, int):
+        sys.exit(code)
 
 
 def _complain(text: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from autoq.errors import UserError
@@ -46,6 +47,13 @@ class SearchConfig:
     batch: int = 8
     low_memory: bool = False
 
+    def options(self) -> str:
+        """Return the command-line options that make the same profile again: those that are not the defaults."""
+        names = ("model", "space", "calib", "eval", "samples", "seq_len", "seed", "dtype")
+        defaults = {f.name: f.default for f in fields(self)}
+        given = [f"--{n.replace('_', '-')} {shlex.quote(str(getattr(self, n)))}" for n in names if getattr(self, n) != defaults[n]]
+        return " ".join([*given, *(f"--include {name}" for name in self.include)])
+
     def __post_init__(self) -> None:
         for name, least in (("samples", 2), ("seq_len", 8), ("eval_samples", 2), ("eval_len", 8), ("batch", 1), ("correct", 0)):
             value = getattr(self, name)
@@ -53,6 +61,7 @@ class SearchConfig:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
         if not -(2**31) <= self.seed < 2**31:
             raise UserError(f"--seed is {self.seed}, but must fit 32 bits")
+        object.__setattr__(self, "include", tuple(dict.fromkeys(self.include)))
         for name in self.include:
             if name != "lm_head":
                 raise UserError(f"--include {name!r} is unknown: only lm_head can be included")

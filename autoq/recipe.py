@@ -21,22 +21,24 @@ SCHEMA_VERSION = 1
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class FormatEntry(_Strict):
     """A format written out in full."""
 
     element: str = Field(description="E2M1, E2M3, E3M2, E4M3, E5M2, INTn, INTn asym, or BF16 for the original")
-    block: int | None = Field(description="values that share a scale; null is the whole row")
+    block: int | None = Field(ge=1, description="values that share a scale; null is the whole row")
     scale: ScaleType = Field(description="type the block scales are stored in")
     rule: ScaleRule = Field(description="how the encoder picks the scale")
     tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
     tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
     axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
-    static_scale: str | float | None = Field(default=None, description="KV: where the static scale comes from")
-    residual: int = Field(default=0, description="KV: newest tokens kept in 16 bit")
-    sink: int = Field(default=0, description="KV: first tokens kept in 16 bit")
+    static_scale: Literal["none", "absmax"] | float | None = Field(
+        default=None, description="KV: where the static scale comes from"
+    )
+    residual: int = Field(default=0, ge=0, description="KV: newest tokens kept in 16 bit")
+    sink: int = Field(default=0, ge=0, description="KV: first tokens kept in 16 bit")
     activation: str | None = Field(default=None, description="format of the layer's input")
 
 
@@ -102,7 +104,7 @@ class PredictedEntry(_Strict):
     """The predicted damage."""
 
     kl: float
-    stderr: float
+    stderr: float | None
     estimator: str
 
 

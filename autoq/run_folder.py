@@ -25,7 +25,6 @@ class RunFolder:
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write run.json, which lets later commands find the model and the space again."""
-        self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / DESCRIPTION, json.dumps(description, indent=1) + "\n")
 
     def description(self) -> dict[str, Any]:
@@ -64,6 +63,14 @@ def open_run(asked: Path | None, resume: bool, model: str) -> RunFolder:
         n += 1
         path = base.with_name(f"{base.name}-{n}")
     return RunFolder(path)
+
+
+def make_folder(path: Path) -> None:
+    """Create a run folder; raises UserError where that is not allowed."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run {str(path)!r} cannot be made: {error.strerror}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

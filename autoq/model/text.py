@@ -71,7 +71,7 @@ def sequences(tokenizer: PreTrainedTokenizerBase, source: TextSource, count: int
     if len(tokens) < needed:
         raise UserError(
             f"the {source.part} text {source.name!r} has {len(tokens):,} tokens in its part, but {count} sequences of {length} "
-            f"need {needed:,}: use fewer samples, shorter sequences, or a longer text"
+            f"need {needed:,}: use fewer ({'--samples' if source.part == 'profile' else '--eval-samples'}) or shorter sequences, or a longer text"
         )
     ids = torch.tensor(tokens[:needed], dtype=torch.int64).view(count, body)
     return ids if bos is None else torch.cat([torch.full((count, 1), bos, dtype=torch.int64), ids], dim=1)
@@ -105,7 +105,9 @@ def _same(first: str, second: str) -> bool:
     if first == second:
         return True
     a, b = Path(first), Path(second)
-    return a.exists() and b.exists() and a.resolve() == b.resolve()
+    if a.exists() or b.exists():
+        return a.exists() and b.exists() and a.resolve() == b.resolve()
+    return first.removesuffix("@train") == second.removesuffix("@train")
 
 
 def _check_source(name: str) -> None:
@@ -158,6 +160,8 @@ def _file_documents(path: Path) -> Iterator[str]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"the text {str(path)!r} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        except OSError as error:
+            raise UserError(f"the text {str(path)!r} cannot be read: {error.strerror}") from error
         size = 4_000
         yield from (text[i : i + size] for i in range(0, len(text), size))
         return
@@ -191,7 +195,11 @@ def _text_column(rows: Any, name: str) -> Iterator[str]:
     column = next((c for c in ("text", "content", "document") if c in columns), None)
     if column is None:
         raise UserError(f"the text {name!r} has no column 'text', 'content' or 'document', but {columns}")
-    yield from (row for row in rows[column] if row and row.strip())
+    for row in rows[column]:
+        if row is not None and not isinstance(row, str):
+            raise UserError(f"the column {column!r} of {name!r} holds {type(row).__name__}, not text")
+        if row and row.strip():
+            yield row
 
 
 def _first_line(error: Exception) -> str:

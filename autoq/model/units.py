@@ -135,6 +135,21 @@ class ModelUnits:
         return f"{share:.1f}% of {self.parameters / 1e6:.1f}M parameters are searched; left in 16 bit: {rest or 'nothing'}"
 
 
+def uncacheable(model: PreTrainedModel) -> str | None:
+    """Say why the KV cache of this model can be neither priced nor searched, or None. A model on the meta device will do."""
+    config = model.config.get_text_config(decoder=True)
+    kind = config.model_type
+    if getattr(config, "kv_lora_rank", None):
+        return f"{kind} caches a latent (MLA), which autoq does not price yet"
+    if getattr(config, "num_kv_shared_layers", None):
+        return f"{kind} has layers that share another layer's cache, which autoq does not price yet"
+    if not model._can_set_attn_implementation():
+        return (
+            f"{kind} does not call its attention function through transformers' registry, so its keys and values are out of reach"
+        )
+    return None
+
+
 def find_units(model: PreTrainedModel, include: tuple[str, ...] = ()) -> ModelUnits:
     """Return the units of a causal language model; `include=("lm_head",)` searches the output head as well."""
     names: dict[int, list[str]] = {}

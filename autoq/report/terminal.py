@@ -77,7 +77,7 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         "weights", f"{totals.bits:.4f} bits each ({totals.bits_whole_model:.4f} over the whole model, {size(totals.weight_bytes)})"
     )
     lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value ({size(totals.kv_bytes)} at {recipe.budget.context:,} tokens)")
-    lines.add_row("predicted KL", f"{nats(predicted.kl)} ± {nats(predicted.stderr)} nats per token")
+    lines.add_row("predicted KL", f"{nats(predicted.kl)} ± {nats(predicted.stderr or 0.0)} nats per token")
     lines.add_row(
         "measured KL",
         f"{nats(measured.mean_kl)} ± {nats(measured.stderr)} nats per token, "
@@ -115,7 +115,7 @@ def _next_steps(result: SearchResult) -> RenderableType:
     steps.add_row(f"autoq show {result.recipe_path}", Text("this recipe again", style="dim"))
     steps.add_row(f"autoq front {result.run}", Text("what other budgets would cost", style="dim"))
     steps.add_row(
-        f"autoq search --model {result.recipe.model.id} --run {result.run} --budget 5bits",
+        " ".join(f"autoq search {result.options} --run {result.run} --budget 5bits".split()),
         Text("another budget from the same profile", style="dim"),
     )
     return Group(Text("next", style="bold"), steps)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
@@ -40,16 +45,31 @@ def _milp(problem: Problem, options: dict[str, tuple[Option, ...]]) -> dict[str,
         constraints.append(LinearConstraint(bits / max(1, limit.bits), -np.inf, 1.0))
     damage = np.array([option.damage for _, option in flat])
     scale = damage.max() or 1.0
-    result = milp(
-        1000 * damage / scale,
-        constraints=constraints,
-        integrality=np.ones(len(flat), dtype=np.int64),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-9},
-    )
+    with _quiet_highs():
+        result = milp(
+            damage / scale,
+            constraints=constraints,
+            integrality=np.ones(len(flat), dtype=np.int64),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-9},
+        )
     if result.x is None:
         raise AutoqError(f"the budgets cannot be met together ({result.message})")
     return {unit: option for (unit, option), x in zip(flat, result.x, strict=True) if x > 0.5}
+
+
+@contextmanager
+def _quiet_highs() -> Iterator[None]:
+    """HiGHS writes some notices straight to file descriptor 1, where --json allows nothing else."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def undominated(options: tuple[Option, ...]) -> tuple[Option, ...]:
