@@ -56,7 +56,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Batch = Annotated[int, typer.Option(help="Sequences scored together.")]
 LowMemory = Annotated[
-    bool, typer.Option("--low-memory", help="Recompute activations instead of keeping them: less memory, a third more time.")
+    bool, typer.Option("--low-memory", help="Recompute activations instead of keeping them: less memory, more time.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
