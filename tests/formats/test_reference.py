@@ -61,15 +61,11 @@ def test_zeros_stay_zero_and_extremes_stay_finite(fmt: Format) -> None:
         assert torch.isfinite(reference.decode(reference.encode(fmt, special))).all()
 
 
-@pytest.mark.parametrize("fmt", ROUNDED, ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [f for f in ROUNDED if f.rule in ("absmax", "floor", "even")], ids=lambda f: f.name)
 def test_values_on_the_grid_are_kept(fmt: Format) -> None:
+    """Rounding twice is rounding once, up to the scale's own rounding; other rules move the scale and hence the grid."""
     once = reference.fake_quantize(fmt, gaussian(8, 256))
-    assert relative_error(fmt, once) < 0.02 * relative_error(fmt, gaussian(8, 256)) + 1e-6 or fmt.rule in (
-        "full_range",
-        "least_squares",
-        "half_step",
-        "4over6",
-    )
+    assert relative_error(fmt, once) < 0.02 * relative_error(fmt, gaussian(8, 256)) + 1e-6
 
 
 @pytest.mark.parametrize("plain", ["nvfp4", "mxfp4", "int4_g64", "int4_g128", "int4_g32_asym", "int3_g64_asym", "int2_g32_asym"])
