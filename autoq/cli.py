@@ -55,9 +55,6 @@ Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Batch = Annotated[int, typer.Option(help="Sequences scored together.")]
-LowMemory = Annotated[
-    bool, typer.Option("--low-memory", help="Recompute activations instead of keeping them: less memory, more time.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -114,7 +111,6 @@ def search(
     device: Device = D.device,
     dtype: Dtype = D.dtype,
     batch: Batch = D.batch,
-    low_memory: LowMemory = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -124,7 +120,7 @@ def search(
     config = SearchConfig(
         model=model, budget=budget, kv_budget=kv_budget, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
         eval_samples=eval_samples, eval_len=eval_len, context=parse_size(context) if context else None, correct=correct, run=run,
-        resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch, low_memory=low_memory,
+        resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch,
     )  # fmt: skip
     reporter = _reporter()
     from autoq import api
@@ -159,14 +155,13 @@ def profile(
     device: Device = D.device,
     dtype: Dtype = D.dtype,
     batch: Batch = D.batch,
-    low_memory: LowMemory = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Score what every format would cost every unit; any budget can be searched from the result."""
     config = SearchConfig(
         model=model, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len, run=run, resume=resume,
-        include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch, low_memory=low_memory,
+        include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch,
     )  # fmt: skip
     reporter = _reporter()
     from autoq import api

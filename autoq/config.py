@@ -23,7 +23,7 @@ class SearchConfig:
         context: tokens at which the cache is priced; None is 8,192 or the model's maximum.
         correct: profile sequences on which every uniform format is measured to correct its column; 0 leaves it out.
         run: the run folder; None makes runs/<model>-<time>.
-        batch: sequences scored together. low_memory: recompute activations instead of keeping them.
+        batch: sequences scored together.
     """
 
     model: str = "demo"
@@ -44,8 +44,7 @@ class SearchConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
-    batch: int = 8
-    low_memory: bool = False
+    batch: int = 16
 
     def options(self) -> str:
         """Return the command-line options that make the same profile again: those that are not the defaults."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,11 @@ SCHEMA_VERSION = 1
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class FormatEntry(_Strict):
@@ -47,10 +52,10 @@ class WeightEntry(_Strict):
 
     format: str
     role: str
-    layer: int | None
-    bits: float = Field(description="effective bits per value")
-    numel: int
-    predicted_kl: float = Field(description="nats per token")
+    layer: Count | None
+    bits: NotNegative = Field(description="effective bits per value")
+    numel: Count
+    predicted_kl: NotNegative = Field(description="nats per token")
     tensors: tuple[str, ...]
 
 
@@ -58,17 +63,17 @@ class CacheEntry(_Strict):
     """The format of the K or the V cache of one layer."""
 
     format: str
-    bits: float
-    predicted_kl: float
-    absmax: float = Field(description="largest magnitude in the profile's text; calibrates static scales")
+    bits: NotNegative
+    predicted_kl: NotNegative
+    absmax: NotNegative = Field(description="largest magnitude in the profile's text; calibrates static scales")
 
 
 class KVEntry(_Strict):
     """The cache of one attention layer."""
 
-    layer: int
+    layer: Count
     module: str
-    values_per_token: int = Field(description="KV heads x head_dim, for K and V each")
+    values_per_token: Count = Field(description="KV heads x head_dim, for K and V each")
     key: CacheEntry
     value: CacheEntry
 
@@ -79,7 +84,7 @@ class ModelEntry(_Strict):
     id: str
     fingerprint: str
     architecture: str
-    parameters: int
+    parameters: Count
 
 
 class BudgetEntry(_Strict):
@@ -87,24 +92,24 @@ class BudgetEntry(_Strict):
 
     weights: str | None
     kv: str | None
-    context: int = Field(description="tokens at which the cache is priced")
+    context: Count = Field(description="tokens at which the cache is priced")
 
 
 class TotalsEntry(_Strict):
     """What the recipe stores."""
 
-    bits: float = Field(description="effective bits of the searched weights, scales and padding counted")
-    bits_whole_model: float = Field(description="the same over all parameters, embeddings and norms too")
-    kv_bits: float = Field(description="bits per cached value at the context")
-    weight_bytes: int = Field(description="all weights")
-    kv_bytes: int = Field(description="the cache of one sequence at the context")
+    bits: NotNegative = Field(description="effective bits of the searched weights, scales and padding counted")
+    bits_whole_model: NotNegative = Field(description="the same over all parameters, embeddings and norms too")
+    kv_bits: NotNegative = Field(description="bits per cached value at the context")
+    weight_bytes: Count = Field(description="all weights")
+    kv_bytes: Count = Field(description="the cache of one sequence at the context")
 
 
 class PredictedEntry(_Strict):
     """The predicted damage."""
 
     kl: float
-    stderr: float | None
+    stderr: NotNegative | None
     estimator: str
 
 
@@ -112,26 +117,26 @@ class UniformEntry(_Strict):
     """A uniform format measured beside the recipe."""
 
     format: str
-    bits: float
-    kv_bits: float
+    bits: NotNegative
+    kv_bits: NotNegative
     measured_kl: float
     recipe_minus_uniform: float = Field(description="difference of measured KL, paired by window; negative: the recipe is better")
-    stderr: float
+    stderr: NotNegative
 
 
 class MeasuredEntry(_Strict):
     """What was measured on text that was not profiled."""
 
     kl: float
-    kl_stderr: float
+    kl_stderr: NotNegative
     kl_percentiles: dict[str, float]
-    top1_agreement: float
-    perplexity: float
-    perplexity_original: float
-    perplexity_ratio_stderr: float
-    noise_floor: float
-    windows: int
-    tokens_per_window: int
+    top1_agreement: Share
+    perplexity: NotNegative
+    perplexity_original: NotNegative
+    perplexity_ratio_stderr: NotNegative
+    noise_floor: NotNegative
+    windows: Count
+    tokens_per_window: Count
     text: str
     uniform: tuple[UniformEntry, ...]
 
@@ -144,8 +149,8 @@ class ProvenanceEntry(_Strict):
     seed: int
     space: str
     profile_text: str
-    profile_sequences: int
-    profile_tokens: int
+    profile_sequences: Count
+    profile_tokens: Count
     dtype: str
     device: str
     versions: dict[str, str]

@@ -73,10 +73,10 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
     model = load_model(source, "cpu", args.dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     candidates = load_space("plain")
-    scorer = DamageScorer(model, find_units(model), candidates, recompute=args.low_memory)
+    scorer = DamageScorer(model, find_units(model), candidates)
     batches = ids.split(args.batch)
     facts = {
-        "batch": args.batch, "low_memory": args.low_memory, "sequences": len(ids), "tokens": 256, "dtype": args.dtype,
+        "batch": args.batch, "sequences": len(ids), "tokens": 256, "dtype": args.dtype,
         "formats": [len(candidates.weights), len(candidates.keys), len(candidates.values)],
     }  # fmt: skip
     if args.part == "memory":
@@ -103,19 +103,17 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--part", choices=("time", "memory"), help="one measurement in this process; without it all are made")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--low-memory", action="store_true")
+    parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
     if args.part:
         print(json.dumps(one(args)))
         return
     rows = []
-    for part, batch, low_memory, samples in (
-        ("time", 8, False, args.samples), ("time", 4, False, 8), ("time", 16, True, 16),
-        ("memory", 4, True, 8), ("memory", 4, False, 8), ("memory", 8, False, 16),
+    for part, batch, samples in (
+        ("time", 16, args.samples), ("time", 8, args.samples), ("memory", 4, 8), ("memory", 16, 32),
     ):  # fmt: skip
         command = [sys.executable, __file__, "--model", args.model, "--calib", args.calib, "--dtype", args.dtype, "--part", part]
-        command += ["--batch", str(batch), "--samples", str(samples)] + (["--low-memory"] if low_memory else [])
+        command += ["--batch", str(batch), "--samples", str(samples)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout))
         print(rows[-1], flush=True)

@@ -42,7 +42,7 @@ def draw(results: dict[str, Any], out: Path) -> None:
             (
                 r
                 for r in results["recipes"]
-                if (r["space"], r["sequences"], r["estimator"], r["weighted"]) == (space, 32, "pooled", False)
+                if (r["space"], r["sequences"], r["estimator"], r["weighted"]) == (space, 32, "steady", False)
             ),
             key=lambda r: r["bits"],
         )
@@ -67,7 +67,7 @@ def table(results: dict[str, Any]) -> str:
         f"| uniform nvfp4 | {nvfp4['bits']:.3f} | {nvfp4['predicted']:.3f} | {nvfp4['measured']:.3f} ± {nvfp4['stderr']:.3f} | 1 |"
     )
     for row in results["recipes"]:
-        if row["sequences"] == 32 and row["estimator"] == "pooled" and not row["weighted"]:
+        if row["sequences"] == 32 and row["estimator"] == "steady" and not row["weighted"]:
             what = "searched" + (", with rounding variants" if row["space"] == "default" else ", one encoder a format")
             lines.append(
                 f"| {what} | {row['bits']:.3f} | {row['predicted']:.3f} | {row['measured']:.3f} ± {row['stderr']:.3f} | {row['against_nvfp4']:.2f} |"

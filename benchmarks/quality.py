@@ -32,10 +32,10 @@ from autoq.measure.damage import Candidates
 from autoq.measure.divergence import Yardstick
 from autoq.measure.estimate import DamageTable, correction_factors, damage_table
 from autoq.measure.importance import input_importance
-from autoq.measure.profile import Fingerprint, Profile, make_profile, model_fingerprint, text_fingerprint
+from autoq.measure.profile import Fingerprint, Profile, UniformKL, make_profile, model_fingerprint, text_fingerprint
 from autoq.model.load import load_model, load_tokenizer, model_source
 from autoq.model.quantized import Assignment
-from autoq.model.text import sequences, text_sources
+from autoq.model.text import cut_again, own_bos, sequences, text_sources
 from autoq.model.units import find_units
 from autoq.run_folder import write_atomically
 from autoq.search.problem import Option, make_problem
@@ -61,7 +61,8 @@ class Bench:
         calib, measure = text_sources(args.calib, args.eval)
         self.ids = sequences(tokenizer, calib, args.samples, 256)
         self.eval_ids = sequences(tokenizer, measure, args.windows, 512)
-        self.fit_ids = self.ids[: args.correct]
+        self.fitted = args.correct
+        self.fit_ids = cut_again(self.ids[: args.correct], 512, own_bos(tokenizer))
         space = load_space("default")
         weights = dict.fromkeys([*space.weights, *map(weight_format, WEIGHT_ROWS)])
         caches = dict.fromkeys([*space.keys, *space.values, *map(kv_format, KV_ROWS)])
@@ -117,7 +118,7 @@ class Bench:
 def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
     """One row per kind and format: predicted, corrected on the profile's text, measured on the test text."""
     table = damage_table(bench.profile.first(sequences), bench.units)
-    same_text = damage_table(bench.profile.first(len(bench.fit_ids)), bench.units)
+    same_text = damage_table(bench.profile.first(bench.fitted), bench.units)
     raw = damage_table(bench.profile.first(sequences), bench.units, "raw")
     todo: list[tuple[str, str, Callable[[str], Assignment]]] = [("weight", n, bench.weights_in) for n in WEIGHT_ROWS]
     for kind in ("key", "value"):
@@ -148,11 +149,11 @@ def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: Dama
     return solve(make_problem(bench.units, candidates, parse_budget(budget), None, CONTEXT, table))
 
 
-def corrected_table(bench: Bench, sequences: int, estimator: Any = "pooled") -> DamageTable:
+def corrected_table(bench: Bench, sequences: int, estimator: Any = "steady") -> DamageTable:
     """Damage with every column corrected by its uniform measurement on the profile's text, where one was made."""
-    fitted = len(bench.fit_ids)
+    fitted = bench.fitted
     measured = {
-        key.removeprefix("profile/").replace(" ", "/"): (found["kl"], fitted)
+        key.removeprefix("profile/").replace(" ", "/"): UniformKL(found["kl"], fitted, 512)
         for key, found in bench.kept.items()
         if key.startswith("profile/")
     }
@@ -165,9 +166,9 @@ def recipe_rows(bench: Bench) -> list[dict[str, Any]]:
     plain, default = load_space("plain"), load_space("default")
     nvfp4 = bench.measure("weight nvfp4", bench.weights_in("nvfp4"))["kl"]
     most = len(bench.ids)
-    todo = [("plain", plain, b, 32, "pooled") for b in ("3.5", "4.5", "5.0", "6.0")]
-    todo += [("default", default, b, 32, "pooled") for b in ("3.5", "4.5", "5.0", "5.5", "6.0")]
-    todo += [("default", default, b, n, "pooled") for b in ("4.5", "5.0") for n in (16, most)]
+    todo = [("plain", plain, b, 32, "steady") for b in ("3.5", "4.5", "5.0", "6.0")]
+    todo += [("default", default, b, 32, "steady") for b in ("3.5", "4.5", "5.0", "5.5", "6.0")]
+    todo += [("default", default, b, n, "steady") for b in ("4.5", "5.0") for n in (16, most)]
     todo += [("default", default, b, 16, "raw") for b in ("4.5", "5.0")]
     rows = []
     for space, candidates, budget, count, estimator in todo:
@@ -186,9 +187,9 @@ def recipe_rows(bench: Bench) -> list[dict[str, Any]]:
         choice = solve_weights(bench, default, budget, corrected_table(bench, most))
         importance = importance or input_importance(bench.model, bench.units, bench.fit_ids)
         assignment = replace(assignment_of(bench.units, choice, bench.profile.absmax), importance=importance)
-        found = bench.measure(f"recipe default {budget} bits {most} pooled, Fisher-weighted scales", assignment)
+        found = bench.measure(f"recipe default {budget} bits {most} steady, Fisher-weighted scales", assignment)
         rows.append(
-            {"space": "default", "budget": budget, "sequences": most, "estimator": "pooled", "weighted": True,
+            {"space": "default", "budget": budget, "sequences": most, "estimator": "steady", "weighted": True,
              "bits": weight_cost(bench.units, assignment.weights).effective, "predicted": total_damage(choice),
              "measured": found["kl"], "stderr": found["stderr"], "perplexity": found["perplexity"], "against_nvfp4": found["kl"] / nvfp4}
         )  # fmt: skip
@@ -229,7 +230,7 @@ def bars(
     def one(space: str, budget: str, sequences: int) -> dict[str, Any]:
         return next(
             r for r in recipes
-            if (r["space"], r["budget"], r["sequences"], r["estimator"], r["weighted"]) == (space, budget, sequences, "pooled", False)
+            if (r["space"], r["budget"], r["sequences"], r["estimator"], r["weighted"]) == (space, budget, sequences, "steady", False)
         )  # fmt: skip
 
     for space, budget, limit in (
@@ -246,7 +247,7 @@ def bars(
             1.04,
         )
     for row in recipes:
-        if row["sequences"] == 32 and row["estimator"] == "pooled" and not row["weighted"]:
+        if row["sequences"] == 32 and row["estimator"] == "steady" and not row["weighted"]:
             limit = 0.30 if row["budget"] == "3.5" else 0.15
             bar(
                 f"{row['space']} {row['budget']} bits: predicted against measured",
@@ -276,7 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/quality.json"))
     parser.add_argument("--run", type=Path, default=Path(tempfile.gettempdir()) / "autoq-quality")
     parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--correct", type=int, default=16)
+    parser.add_argument("--correct", type=int, default=32)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()

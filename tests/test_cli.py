@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import autoq
+from autoq import cli
 from autoq.errors import UserError
 from tests.conftest import SEARCH_ARGUMENTS, llama_config, run_autoq
 
@@ -206,3 +207,19 @@ def test_the_options_of_the_command_line_have_the_defaults_of_the_config() -> No
     for name, default in zip(names[-len(search.args.defaults) :], search.args.defaults, strict=True):
         text = ast.unparse(default)
         assert text in ("None", "False") or text == f"D.{name}", name
+
+
+def test_every_command_in_the_readme_is_one_that_autoq_takes() -> None:
+    import re
+    import shlex
+
+    import typer
+
+    group: Any = typer.main.get_command(cli.app)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    lines = re.findall(r"^\$ autoq (.+)$|^autoq ((?:search|front|show) .+?)  ", readme, flags=re.M)
+    commands = [a or b for a, b in lines]
+    assert len(commands) >= 6
+    for line in commands:
+        name, *rest = shlex.split(line)
+        group.commands[name].make_context(name, rest)

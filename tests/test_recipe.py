@@ -91,8 +91,11 @@ def rename_unit(data: dict[str, Any]) -> None:
         (lambda d: next(iter(d["formats"].values())).update(rule="magic"), r"formats\..*\.rule: Input should be"),
         (lambda d: d.update(schema_version=2), "schema_version 2, this autoq reads 1"),
         (lambda d: d["totals"].update(bits="many"), r"totals\.bits"),
+        (lambda d: d["totals"].update(bits=-1.0), r"totals\.bits"),
+        (lambda d: d["totals"].update(kv_bits=float("nan")), r"totals\.kv_bits"),
+        (lambda d: d["totals"].update(weight_bytes=-1), r"totals\.weight_bytes"),
     ],
-    ids=["key", "nested-key", "missing", "format", "element", "scale", "rule", "version", "type"],
+    ids=["key", "nested-key", "missing", "format", "element", "scale", "rule", "version", "type", "negative", "nan", "bytes"],
 )
 def test_what_is_wrong_is_named(recipe_path: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], says: str) -> None:
     with pytest.raises(UserError, match=says):

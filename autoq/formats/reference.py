@@ -130,13 +130,19 @@ def fake_quantize_blocks(fmt: Format, blocks: torch.Tensor, scales: Scales, dim:
     return quantize(fmt, blocks, scales, dim).mul_(scales.effective(fmt).unsqueeze(dim))
 
 
-def rounding_error(fmt: Format, blocks: torch.Tensor, negated: torch.Tensor, scales: Scales, dim: int = -1) -> torch.Tensor:
-    """Return decoded values minus blocks; `negated` is -blocks, so that scaling back and subtracting are one step."""
+def rounding_error(
+    fmt: Format, blocks: torch.Tensor, negated: torch.Tensor, scales: Scales, dim: int = -1, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return decoded values minus blocks; `negated` is -blocks, so that scaling back and subtracting are one step.
+
+    Args:
+        out: contiguous memory for the result, as many values as blocks.
+    """
     assert fmt.element is not None
     scale = scales.effective(fmt).unsqueeze(dim)
     zero = None if scales.zero is None else scales.zero.to(torch.float32).unsqueeze(dim)
     values = round_to_element_(blocks / scale, fmt.element, zero)
-    return torch.addcmul(negated, values, scale, out=values)
+    return torch.addcmul(negated, values, scale, out=values if out is None else out.view(blocks.shape))
 
 
 def squared_error(

@@ -22,7 +22,7 @@ from autoq.measure.kv_scorer import KVScorer, Pattern, pattern, raw_pair_gradien
 from autoq.measure.labels import label_gradient
 from autoq.measure.recompute import recomputed_layers
 from autoq.measure.taps import attention_tap, tap
-from autoq.measure.weight_scorer import WeightScorer
+from autoq.measure.weight_scorer import WeightScorer, Workspace
 from autoq.model.attention import AttentionFunction, intercepted
 from autoq.model.head import Head, hidden_states
 from autoq.model.units import ModelUnits, Unit, WeightTensor
@@ -62,7 +62,7 @@ class DamageScorer:
     model: PreTrainedModel
     units: ModelUnits
     candidates: Candidates
-    recompute: bool = False
+    workspace: Workspace = field(default_factory=Workspace, init=False)
     row: int | None = field(default=None, init=False)  # the sequence whose logits are being made, inside label_gradient
     weights: dict[str, WeightScorer] = field(default_factory=dict)
     caches: dict[str, KVScorer] = field(default_factory=dict)
@@ -113,8 +113,7 @@ class DamageScorer:
                     self._listen_to_weight(stack, unit, tensor, len(ids), found[unit.name])
             if self.caches and (self.candidates.keys or self.candidates.values):
                 stack.enter_context(intercepted(self.model, self._attention_handler(found)))
-            if self.recompute:
-                stack.enter_context(recomputed_layers(self.model))
+            stack.enter_context(recomputed_layers(self.model))
             yield
 
     def _listen_to_weight(self, stack: ExitStack, unit: Unit, tensor: WeightTensor, batch: int, found: torch.Tensor) -> None:
@@ -123,7 +122,7 @@ class DamageScorer:
 
         def scorer() -> WeightScorer:
             if tensor.name not in self.weights:
-                self.weights[tensor.name] = WeightScorer(tensor, parameter, formats)  # type: ignore[arg-type]
+                self.weights[tensor.name] = WeightScorer(tensor, parameter, formats, self.workspace)  # type: ignore[arg-type]
             return self.weights[tensor.name]
 
         if tensor.layout.startswith("experts"):

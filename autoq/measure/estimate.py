@@ -1,7 +1,9 @@
-"""From samples to predicted damage: the raw mean, the pooled estimate, its correction and its standard error.
+"""From samples to predicted damage: the raw mean, the steadier estimate of it, its correction and its standard error.
 
-Pooling: damage(unit, format) = sensitivity of the unit x factor of the format x exact relative squared error. The logs of
-raw / error are averaged over formats for the unit's factor, the rest over units of one role for the format's factor.
+Weights are pooled: damage(unit, format) = sensitivity of the unit x factor of the format x exact relative squared error. The
+logs of raw / error are averaged over formats for the unit's factor, the rest over units of one role for the format's factor.
+Keys and values need no pooling, their samples are sums over tokens and heads; but a single token can carry a sequence, so
+that a sequence counts for at most WINSOR times the median one.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ import torch
 from autoq.measure.profile import Profile
 from autoq.model.units import ModelUnits, Unit
 
-Estimator = Literal["pooled", "raw"]
+Estimator = Literal["steady", "raw"]
 DamageTable = dict[str, dict[str, float]]
 TRUSTED_KL = 0.5  # nats; above this second order is too low
+WINSOR = 4.0
 
 
 def damage_table(
     profile: Profile,
     units: ModelUnits,
-    estimator: Estimator = "pooled",
+    estimator: Estimator = "steady",
     factors: Mapping[str, float] | None = None,
     skip: int | None = None,
 ) -> DamageTable:
@@ -37,8 +40,9 @@ def damage_table(
     """
     table: DamageTable = {}
     for members in _by_role(units).values():
-        raw = {u.name: _raw(profile, u, skip) for u in members}
-        table.update(_pool(profile, members, raw, _sequences(profile, skip)) if estimator == "pooled" else raw)
+        pooled = estimator == "steady" and members[0].kind == "weight"
+        rows = {u.name: _mean(profile, u, skip, robust=estimator == "steady" and not pooled) for u in members}
+        table.update(_pool(profile, members, rows, _sequences(profile, skip)) if pooled else rows)
     for unit in units.units if factors else ():
         row = table[unit.name]
         for fmt in row:
@@ -47,16 +51,17 @@ def damage_table(
 
 
 def correction_factors(
-    profile: Profile, units: ModelUnits, sequences: int, noise_floor: float = 0.0, estimator: Estimator = "pooled"
+    profile: Profile, units: ModelUnits, sequences: int, noise_floor: float = 0.0, estimator: Estimator = "steady"
 ) -> dict[str, float]:
     """Return "kind/format" -> measured over predicted KL of the uniform formats that were measured on the first `sequences`.
 
-    Both are taken on the same sequences, so that how hard these happen to be cancels. A measurement within twice the noise
-    floor says nothing, and leaves its column as it is.
+    Both are taken on the same text, so that how hard it happens to be cancels; the measurement was made in windows as long as
+    the recipe will be measured in, because a cache costs less per token in a longer context. A measurement within twice the
+    noise floor says nothing, and leaves its column as it is.
     """
     table = damage_table(profile.first(sequences), units, estimator)
     factors = {}
-    for key, (kl, measured_on) in profile.uniform_kl.items():
+    for key, (kl, measured_on, _) in profile.uniform_kl.items():
         kind, fmt = key.split("/", 1)
         predicted = sum(table[u.name].get(fmt, 0.0) for u in units.units if u.kind == kind)
         if measured_on == sequences and predicted > 0 and kl > 2 * noise_floor:
@@ -76,7 +81,7 @@ def predict(
     profile: Profile,
     units: ModelUnits,
     choice: Mapping[str, str],
-    estimator: Estimator = "pooled",
+    estimator: Estimator = "steady",
     factors: Mapping[str, float] | None = None,
 ) -> Prediction:
     """Predict the damage of a choice unit -> format name; units in 16 bit cost nothing."""
@@ -93,14 +98,14 @@ def predict(
 
 
 def disagreeing_cells(profile: Profile, units: ModelUnits, sigmas: float = 4.0) -> list[tuple[str, str, float]]:
-    """Return (unit, format, raw / pooled) of the cells that disagree with the pooled form: outlier channels, worth a look."""
-    raw, pooled = (damage_table(profile, units, e) for e in ("raw", "pooled"))
+    """Return (unit, format, raw / steady) of the cells where the two part: outlier channels or tokens, worth a look."""
+    raw, steady = (damage_table(profile, units, e) for e in ("raw", "steady"))
     width = sigmas * math.sqrt(2 / max(1, profile.done))
     found = [
-        (unit, fmt, value / pooled[unit][fmt])
+        (unit, fmt, value / steady[unit][fmt])
         for unit, row in raw.items()
         for fmt, value in row.items()
-        if value > 0 and pooled[unit][fmt] > 0 and abs(math.log(value / pooled[unit][fmt])) > width
+        if value > 0 and steady[unit][fmt] > 0 and abs(math.log(value / steady[unit][fmt])) > width
     ]
     return sorted(found, key=lambda cell: -abs(math.log(cell[2])))
 
@@ -116,15 +121,17 @@ def _sequences(profile: Profile, skip: int | None) -> int:
     return profile.done - (skip is not None)
 
 
-def _raw(profile: Profile, unit: Unit, skip: int | None) -> dict[str, float]:
+def _mean(profile: Profile, unit: Unit, skip: int | None, robust: bool) -> dict[str, float]:
     by_format = profile.samples.get(unit.name, {})
     if not by_format:
         return {}
     u = torch.stack(list(by_format.values()))[:, : profile.done].to(torch.float64)
     if skip is not None:
         u = torch.cat([u[:, :skip], u[:, skip + 1 :]], dim=1)
-    damage = u.square().mean(1) / (2 * profile.fingerprint.tokens)
-    return dict(zip(by_format, damage.tolist(), strict=True))
+    damage = u.square() / (2 * profile.fingerprint.tokens)
+    if robust:
+        damage = torch.minimum(damage, WINSOR * damage.median(1, keepdim=True).values)
+    return dict(zip(by_format, damage.mean(1).tolist(), strict=True))
 
 
 def _pool(profile: Profile, members: list[Unit], raw: DamageTable, sequences: int) -> DamageTable:

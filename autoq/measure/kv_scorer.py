@@ -1,4 +1,8 @@
-"""Inner products of the gradients of K (or V) with what each KV format would change, per sequence.
+"""Inner products of the gradients of K (or V) with what each KV format would change, per token and KV head.
+
+Rounding errors of different tokens and heads do not know of each other, so that the square of their summed inner products is
+in expectation the sum of the squares. That sum over some hundred terms is kept, as its root: the square of the sum has the
+spread of a single draw (chi-square with one degree of freedom). docs/log.md compares both.
 
 For a format that keeps recent tokens in 16 bit only the pairs of a query and a token that it reads quantized count: the
 gradient over the other pairs is taken off first (`raw_pair_gradients`).
@@ -46,13 +50,16 @@ class KVScorer:
         )
 
     def score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
-        """Return u [formats, batch] from K or V and its gradient, both [batch, KV heads, tokens, head_dim].
+        """Return the root of the summed squares, [formats, batch], from K or V and its gradient.
+
+        Both are [batch, KV heads, tokens, head_dim].
 
         `raw` holds, for each visibility pattern that is not causal, the part of the gradient over pairs read in 16 bit.
         """
         x = x.to(torch.float32)
         self.absmax = max(self.absmax, float(x.abs().amax()))
         self.squared_norm += float(torch.dot(x.flatten(), x.flatten()))
+        heads = x.shape[1]
         layouts: dict[Pattern, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         scores = []
         for i, fmt in enumerate(self.formats):
@@ -60,11 +67,13 @@ class KVScorer:
             if key not in layouts:
                 seen = gradient - raw[key] if key in raw else gradient
                 values = _lay_out(x, fmt)
-                layouts[key] = (values, -values, _lay_out(seen.to(torch.float32), fmt).flatten(1))
+                layouts[key] = (values, -values, _lay_out(seen.to(torch.float32), fmt))
             values, negated, g = layouts[key]
             delta = kv_rounding_error(fmt, values, negated, self.absmax)
             self.squared_error[i] += float(torch.dot(delta.flatten(), delta.flatten()))
-            scores.append(torch.linalg.vecdot(delta.flatten(1), g) if values.numel() else g.new_zeros(x.shape[0]))
+            products = delta * g
+            by_token = products.sum(1) if fmt.axis == "token" else products.unflatten(2, (heads, -1)).sum(3).flatten(1)
+            scores.append(torch.linalg.vector_norm(by_token, dim=1))
         return torch.stack(scores) if scores else x.new_zeros(0, x.shape[0])
 
 

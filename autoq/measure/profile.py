@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +23,7 @@ from autoq.measure.damage import Candidates, DamageScorer
 from autoq.model.units import ModelUnits
 
 FILE = "profile.safetensors"
-VERSION = 1
+VERSION = 2
 Progress = Callable[[int, int], None]
 
 
@@ -44,16 +44,25 @@ class Fingerprint:
         return [key for key, value in asdict(self).items() if value != getattr(other, key)]
 
 
+class UniformKL(NamedTuple):
+    """The KL of a uniform format in nats per token, on the text of the profile's first sequences, cut into such windows."""
+
+    kl: float
+    sequences: int
+    window: int
+
+
 @dataclass
 class Profile:
     """Samples by unit and format.
 
     Attributes:
-        samples: unit -> format -> float32 [sequences], the u of method section 2 (NaN where not scored yet).
+        samples: unit -> format -> float32 [sequences], u with damage = mean of u^2 / 2T (NaN where not scored yet). Signed inner
+            products for weights, roots of sums of squares for caches.
         relative_error: unit -> format -> squared error over squared norm.
         absmax: cache unit -> largest magnitude seen.
         squared_norm: cache unit -> sum of squares behind its relative errors.
-        uniform_kl: "kind/format" -> (measured KL of that uniform format, on how many of the profile's first sequences).
+        uniform_kl: "kind/format" -> what that uniform format measured on the profile's text.
         done: sequences scored.
     """
 
@@ -62,7 +71,7 @@ class Profile:
     relative_error: dict[str, dict[str, float]] = field(default_factory=dict)
     absmax: dict[str, float] = field(default_factory=dict)
     squared_norm: dict[str, float] = field(default_factory=dict)
-    uniform_kl: dict[str, tuple[float, int]] = field(default_factory=dict)
+    uniform_kl: dict[str, UniformKL] = field(default_factory=dict)
     done: int = 0
 
     @property
@@ -128,7 +137,7 @@ class Profile:
             relative_error=meta["relative_error"],
             absmax=meta["absmax"],
             squared_norm=meta["squared_norm"],
-            uniform_kl={key: (kl, int(count)) for key, (kl, count) in meta["uniform_kl"].items()},
+            uniform_kl={key: UniformKL(*found) for key, found in meta["uniform_kl"].items()},
             done=meta["done"],
         )
 
@@ -140,8 +149,7 @@ def make_profile(
     ids: torch.Tensor,
     fingerprint: Fingerprint,
     run: Path,
-    batch: int = 8,
-    recompute: bool = False,
+    batch: int = 16,
     progress: Progress = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Profile:
@@ -164,15 +172,15 @@ def make_profile(
             names = sorted({f.name for group in (missing.weights, missing.keys, missing.values) for f in group})
             say(f"scoring {', '.join(names)}; the {len(have.samples)} units' other formats are kept (same gradients)")
         addition = Profile(fingerprint) if have is not None and profile.complete else profile
-        _run(model, units, missing, ids, addition, run if addition is profile else None, batch, recompute, progress)
+        _run(model, units, missing, ids, addition, run if addition is profile else None, batch, progress)
         if addition is not profile:
             _merge(profile, addition)
             profile.save(run)
         return profile
     say(f"going on after sequence {profile.done} of {fingerprint.sequences}")
     scored = _scored(profile, units, candidates)
-    _run(model, units, scored, ids, profile, run, batch, recompute, progress)
-    return make_profile(model, units, candidates, ids, fingerprint, run, batch, recompute, progress, say)
+    _run(model, units, scored, ids, profile, run, batch, progress)
+    return make_profile(model, units, candidates, ids, fingerprint, run, batch, progress, say)
 
 
 def _run(
@@ -183,10 +191,9 @@ def _run(
     profile: Profile,
     run: Path | None,
     batch: int,
-    recompute: bool,
     progress: Progress,
 ) -> None:
-    scorer = DamageScorer(model, units, candidates, recompute)
+    scorer = DamageScorer(model, units, candidates)
     total = len(ids)
     start = profile.done
     for name, kv in scorer.caches.items():

@@ -7,6 +7,7 @@ gradients live for one piece.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,23 +19,40 @@ from autoq.model.units import WeightTensor
 PIECE_VALUES = 1 << 17
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Piece:
     matrix: int
     rows: slice
     scales: tuple[Scales, ...]
+    scored: bool = False  # its squared error is counted
+
+
+class Workspace:
+    """Memory for one piece's gradient and deltas, taken once and used by every scorer in turn."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return uninitialised memory of this shape; what was taken under this name before is overwritten."""
+        size = math.prod(shape)
+        have = self._buffers.get(name)
+        if have is None or have.numel() < size or have.dtype != like.dtype or have.device != like.device:
+            have = self._buffers[name] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return have[:size].view(shape)
 
 
 class WeightScorer:
     """Scores one weight tensor against all candidate formats.
 
     Attributes:
-        squared_error: float64 [formats], the sum of (Q_f(W) - W)^2.
+        squared_error: float64 [formats], the sum of (Q_f(W) - W)^2; known after the first score.
         squared_norm: the sum of W^2.
     """
 
-    def __init__(self, tensor: WeightTensor, weight: torch.Tensor, formats: tuple[Format, ...]) -> None:
+    def __init__(self, tensor: WeightTensor, weight: torch.Tensor, formats: tuple[Format, ...], workspace: Workspace) -> None:
         self.tensor = tensor
+        self.workspace = workspace
         self.formats = formats
         # [matrices, inputs, outputs]
         view = weight.detach().reshape(-1, *weight.shape[-2:])
@@ -48,19 +66,14 @@ class WeightScorer:
         self.pieces = [piece for m in range(self.weight.shape[0]) for piece in self._fit(m)]
 
     def _fit(self, matrix: int) -> list[_Piece]:
-        absmax = self.weight[matrix].abs().amax().to(torch.float32)
+        low, high = self.weight[matrix].aminmax()
+        absmax = torch.maximum(-low, high).to(torch.float32)
         step = max(16, PIECE_VALUES // self.padded)
         pieces = []
         for start in range(0, self.outputs, step):
             rows = slice(start, min(start + step, self.outputs))
             values = self._values(matrix, rows)
-            negated = -values
-            scales = []
-            for i, fmt in enumerate(self.formats):
-                blocks = self._blocks(values, fmt)
-                scales.append(fit_blocks(fmt, blocks, 1, absmax if fmt.tensor_scale else None))
-                delta = rounding_error(fmt, blocks, self._blocks(negated, fmt), scales[-1], 1).flatten()
-                self.squared_error[i] += float(torch.dot(delta, delta))
+            scales = [fit_blocks(fmt, self._blocks(values, fmt), 1, absmax if fmt.tensor_scale else None) for fmt in self.formats]
             pieces.append(_Piece(matrix, rows, tuple(scales)))
         return pieces
 
@@ -83,8 +96,10 @@ class WeightScorer:
         total = torch.zeros(len(self.formats), x.shape[0], dtype=torch.float32, device=x.device)
         inputs = x.transpose(1, 2)
         for piece in self.pieces:
-            gradient = torch.bmm(inputs, dy[..., piece.rows]).to(torch.float32)
-            total += self._score_piece(piece, gradient)
+            right = dy[..., piece.rows]
+            gradient = self.workspace.take("gradient", (*inputs.shape[:2], right.shape[2]), right)
+            torch.bmm(inputs, right, out=gradient)
+            total += self._score_piece(piece, gradient.to(torch.float32))
         return total
 
     def score_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -101,9 +116,13 @@ class WeightScorer:
         values = self._values(piece.matrix, piece.rows)
         negated = -values
         flat = gradient.flatten(1)
-        scores = []
-        for fmt, scales in zip(self.formats, piece.scales, strict=True):
+        deltas = self.workspace.take("deltas", (len(self.formats), values.numel()), values)
+        for i, (fmt, scales) in enumerate(zip(self.formats, piece.scales, strict=True)):
             blocks = self._blocks(values, fmt)
-            delta = rounding_error(fmt, blocks, self._blocks(negated, fmt), scales, 1).flatten()
-            scores.append(flat @ delta[: flat.shape[1]])
-        return torch.stack(scores)
+            out = deltas[i, : blocks.numel()]
+            rounding_error(fmt, blocks, self._blocks(negated, fmt), scales, 1, out)
+            deltas[i, blocks.numel() :] = 0.0
+            if not piece.scored:
+                self.squared_error[i] += float(torch.dot(out, out))
+        piece.scored = True
+        return deltas[:, : flat.shape[1]] @ flat.T

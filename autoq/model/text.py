@@ -77,6 +77,20 @@ def sequences(tokenizer: PreTrainedTokenizerBase, source: TextSource, count: int
     return ids if bos is None else torch.cat([torch.full((count, 1), bos, dtype=torch.int64), ids], dim=1)
 
 
+def cut_again(ids: torch.Tensor, length: int, bos: int | None) -> torch.Tensor:
+    """Cut packed sequences [sequences, tokens] into windows of another length, as long as the text allows; the rest is dropped.
+
+    Args:
+        bos: the token that each of them starts with, or None.
+    """
+    import torch
+
+    body = (ids if bos is None else ids[:, 1:]).flatten()
+    step = min(length - (bos is not None), len(body))
+    windows = body[: len(body) // step * step].view(-1, step)
+    return windows if bos is None else torch.cat([torch.full((len(windows), 1), bos, dtype=ids.dtype), windows], dim=1)
+
+
 def own_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the BOS id if the tokenizer itself puts one before a text, else None.
 

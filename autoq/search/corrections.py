@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autoq.measure.divergence import Yardstick
-from autoq.measure.profile import Profile, Progress
+from autoq.measure.profile import Profile, Progress, UniformKL
 from autoq.model.quantized import Assignment
 
 
 def measure_uniform(
-    profile: Profile, yardstick: Yardstick, uniform: dict[str, Assignment], progress: Progress = lambda done, total: None
+    profile: Profile,
+    yardstick: Callable[[], Yardstick],
+    sequences: int,
+    window: int,
+    uniform: dict[str, Assignment],
+    progress: Progress = lambda done, total: None,
 ) -> bool:
-    """Add to `profile.uniform_kl` what is not measured yet on so many sequences; return whether anything was.
+    """Add to `profile.uniform_kl` what was not measured yet on so many sequences in such windows; return whether anything was.
 
     Args:
-        yardstick: on the first sequences of the profile's own text.
+        yardstick: makes the measure on that text, if it is needed.
         uniform: "kind/format" -> the assignment of that format to all units of that kind.
     """
-    sequences = len(yardstick.ids)
-    todo = {key: a for key, a in uniform.items() if profile.uniform_kl.get(key, (0.0, 0))[1] != sequences}
+    todo = {k: a for k, a in uniform.items() if k not in profile.uniform_kl or profile.uniform_kl[k][1:] != (sequences, window)}
+    measure = yardstick().measure if todo else None
     for i, (key, assignment) in enumerate(todo.items()):
         progress(i, len(todo))
-        profile.uniform_kl[key] = (yardstick.measure(assignment).mean_kl, sequences)
+        assert measure is not None
+        profile.uniform_kl[key] = UniformKL(measure(assignment).mean_kl, sequences, window)
     progress(len(todo), len(todo))
     return bool(todo)

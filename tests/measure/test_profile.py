@@ -16,7 +16,7 @@ from autoq.measure import damage
 from autoq.measure import profile as profiles
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import correction_factors, damage_table, disagreeing_cells, predict
-from autoq.measure.profile import FILE, Fingerprint, Profile, make_profile
+from autoq.measure.profile import FILE, Fingerprint, Profile, UniformKL, make_profile
 from autoq.model.units import find_units
 
 WEIGHTS = tuple(weight_format(n) for n in ("nvfp4", "int4_g32_asym", "mxfp4"))
@@ -83,6 +83,7 @@ def test_a_finished_profile_is_reused_and_a_new_format_joins_it(
     said: list[str] = []
     grown = make(llama, tmp_path / "grown", said=said)
     same(whole, grown)
+    assert grown.absmax == pytest.approx(whole.absmax)
     assert any("mxfp4" in s and "kept" in s for s in said)
     monkeypatch.setattr(profiles, "DamageScorer", None)  # nothing may be scored any more
     said.clear()
@@ -131,13 +132,13 @@ def synthetic(sequences: int, seed: int = 0) -> tuple[Profile, Any, dict[str, di
 def test_pooling_finds_a_known_damage_better_than_the_raw_mean() -> None:
     profile, units, truth = synthetic(16)
     errors = {}
-    for estimator in ("raw", "pooled"):
+    for estimator in ("raw", "steady"):
         table = damage_table(profile, units, estimator)
         logs = torch.tensor([math.log(table[u][f] / truth[u][f]) for u in truth for f in truth[u]])
         errors[estimator] = float(logs.std())
         total = sum(table[u]["a"] for u in truth) / sum(truth[u]["a"] for u in truth)
         assert 0.8 < total < 1.25
-    assert errors["pooled"] < 0.7 * errors["raw"]
+    assert errors["steady"] < 0.7 * errors["raw"]
 
 
 def test_the_standard_error_of_a_prediction_is_its_spread_over_draws() -> None:
@@ -152,7 +153,7 @@ def test_corrections_multiply_their_column() -> None:
     profile, units, _ = synthetic(16)
     plain = damage_table(profile, units)
     predicted = sum(damage_table(profile.first(8), units)[u.name]["b"] for u in units.units)
-    profile.uniform_kl = {"weight/b": (1.5 * predicted, 8), "weight/c": (9.9, 4)}
+    profile.uniform_kl = {"weight/b": UniformKL(1.5 * predicted, 8, 40), "weight/c": UniformKL(9.9, 4, 40)}
     factors = correction_factors(profile, units, 8)
     assert factors == {"weight/b": pytest.approx(1.5)}  # c was measured on other sequences
     assert correction_factors(profile, units, 8, noise_floor=predicted) == {}

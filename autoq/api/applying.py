@@ -1,0 +1,67 @@
+"""Apply a recipe to a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoq import recipe as recipes
+from autoq.errors import UserError, unknown
+from autoq.formats.catalog import kv_format, weight_format
+from autoq.measure.profile import model_fingerprint
+from autoq.model.quantized import Assignment
+from autoq.model.quantized import quantized as apply_assignment
+from autoq.model.units import ModelUnits, find_units
+from autoq.search.problem import Option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def assignment_of(units: ModelUnits, choice: dict[str, Option], absmax: dict[str, float]) -> Assignment:
+    """Return the formats behind a solution."""
+    return Assignment(
+        {u.name: weight_format(choice[u.name].format) for u in units.weights},
+        {u.name: kv_format(choice[u.name].format) for u in units.caches},
+        absmax,
+    )
+
+
+def check_names(recipe: recipes.Recipe, units: ModelUnits) -> None:
+    """Raise UserError for the first unit or tensor of the recipe that the model does not have, with the nearest name."""
+    weights = {u.name: u for u in units.weights}
+    for name, entry in recipe.weights.items():
+        if name not in weights:
+            raise unknown("unit in the recipe:", name, weights)
+        tensors = [t.name for t in weights[name].tensors]
+        for tensor in entry.tensors:
+            if tensor not in tensors:
+                raise unknown(f"tensor in the recipe's unit {name}:", tensor, tensors)
+    modules = {u.module for u in units.caches}
+    for layer in recipe.kv:
+        if layer.module not in modules:
+            raise unknown("attention module in the recipe:", layer.module, modules)
+
+
+def recipe_assignment(recipe: recipes.Recipe, units: ModelUnits) -> Assignment:
+    """Return the assignment a recipe stands for; raises UserError if it names what the model does not have."""
+    check_names(recipe, units)
+    return Assignment(recipe.weight_formats(), recipe.cache_formats(), recipe.absmax())
+
+
+@contextmanager
+def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str) -> Iterator[PreTrainedModel]:
+    """Run the block with a recipe's weights, keys and values in place of the model's own; everything is back afterwards.
+
+    Raises UserError if the recipe names what the model does not have, or was made for a model with other weights.
+    """
+    loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
+    made_for, is_ = loaded.model.fingerprint, model_fingerprint(model)
+    if made_for != is_:
+        raise UserError(f"the recipe was made for a model with other weights ({loaded.model.id}, {made_for}; this one is {is_})")
+    has_head = any(e.role == "head" for e in loaded.weights.values())
+    units = find_units(model, ("lm_head",) if has_head else ())
+    with apply_assignment(model, units, recipe_assignment(loaded, units)) as changed:
+        yield changed

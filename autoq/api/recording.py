@@ -1,0 +1,133 @@
+"""Write down what a search chose and measured, and where it came from."""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoq import __version__
+from autoq import recipe as recipes
+from autoq.api.plan import Plan
+from autoq.api.profiling import Profiled
+from autoq.cost.bits import weight_cost
+from autoq.cost.kv_memory import cache_bits, cache_values, kv_cost
+from autoq.formats.catalog import kv_format, weight_format
+from autoq.measure.divergence import Divergence
+from autoq.measure.estimate import DamageTable, Prediction
+from autoq.model.text import STDLIB
+from autoq.search.baselines import Uniform
+from autoq.search.problem import Option
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class UniformResult:
+    """A uniform recipe and what it measured."""
+
+    uniform: Uniform
+    divergence: Divergence
+
+
+def make_recipe(
+    done: Profiled,
+    choice: dict[str, Option],
+    table: DamageTable,
+    prediction: Prediction,
+    divergence: Divergence,
+    floor: float,
+    uniforms: tuple[UniformResult, ...],
+) -> recipes.Recipe:
+    """Return the recipe of a choice unit -> option, with what was predicted, what was measured, and its provenance."""
+    plan, units = done.plan, done.plan.units
+    used = {fmt: weight_format(fmt) for fmt in sorted({choice[u.name].format for u in units.weights})}
+    kv_used = {fmt: kv_format(fmt) for fmt in sorted({choice[u.name].format for u in units.caches})}
+    cost = weight_cost(units, {u.name: used[choice[u.name].format] for u in units.weights})
+    kv_bits, kv_values = kv_cost(units, {u.name: kv_used[choice[u.name].format] for u in units.caches}, plan.context)
+
+    def damage(unit: str) -> float:
+        return _round(table.get(unit, {}).get(choice[unit].format, 0.0))
+
+    weights = {
+        u.name: recipes.WeightEntry(
+            format=choice[u.name].format, role=u.role, layer=u.layer, bits=_round(choice[u.name].bits / u.numel),
+            numel=u.numel, predicted_kl=damage(u.name), tensors=tuple(t.name for t in u.tensors),
+        )
+        for u in units.weights
+    }  # fmt: skip
+    layers: dict[str, dict[str, Any]] = {}
+    for u in units.caches:
+        entry = layers.setdefault(u.module, {"layer": u.layer, "module": u.module, "values_per_token": u.numel})
+        bits = cache_bits(u, kv_used[choice[u.name].format], plan.context) / cache_values(u, plan.context)
+        entry[u.kind] = recipes.CacheEntry(
+            format=choice[u.name].format, bits=_round(bits), predicted_kl=damage(u.name), absmax=_round(done.profile.absmax[u.name])
+        )
+    return recipes.Recipe(
+        schema_version=1,
+        model=recipes.ModelEntry(
+            id=plan.config.model, fingerprint=done.profile.fingerprint.model,
+            architecture=type(done.model).__name__, parameters=units.parameters,
+        ),
+        budget=recipes.BudgetEntry(
+            weights=plan.budget.text if plan.budget else None, kv=plan.kv_budget.text if plan.kv_budget else None, context=plan.context
+        ),
+        totals=recipes.TotalsEntry(
+            bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),
+            weight_bytes=-(-cost.whole_bits // 8), kv_bytes=-(-kv_bits // 8),
+        ),
+        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr) if math.isfinite(prediction.stderr) else None, estimator="steady, corrected" if plan.config.correct else "steady"),
+        measured=recipes.MeasuredEntry(
+            kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr),
+            kl_percentiles={k: _round(v) for k, v in divergence.percentiles().items()},
+            top1_agreement=_round(divergence.top1_agreement), perplexity=_round(divergence.perplexity),
+            perplexity_original=_round(divergence.perplexity_original),
+            perplexity_ratio_stderr=_round(divergence.perplexity_ratio_stderr), noise_floor=_round(floor),
+            windows=len(done.eval_ids), tokens_per_window=done.eval_ids.shape[1],
+            text=plan.config.eval or plan.config.calib or STDLIB,
+            uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
+        ),
+        formats={name: recipes.describe(f) for name, f in used.items()},
+        kv_formats={name: recipes.describe(f) for name, f in kv_used.items()},
+        weights=weights,
+        kv=tuple(recipes.KVEntry(**entry) for entry in layers.values()),
+        left_out={entry.reason: entry.numel for entry in units.left_out},
+        provenance=_provenance(plan, done),
+    )  # fmt: skip
+
+
+def _uniform_entry(result: UniformResult, divergence: Divergence) -> recipes.UniformEntry:
+    difference, error = divergence.minus(result.divergence)
+    return recipes.UniformEntry(
+        format=result.uniform.name, bits=_round(result.uniform.bits), kv_bits=_round(result.uniform.kv_bits),
+        measured_kl=_round(result.divergence.mean_kl), recipe_minus_uniform=_round(difference), stderr=_round(error),
+    )  # fmt: skip
+
+
+def _provenance(plan: Plan, done: Profiled) -> recipes.ProvenanceEntry:
+    packages = ("autoq", "torch", "transformers", "scipy")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = __version__ if name == "autoq" else "?"
+    arguments = [a for a in sys.argv[1:] if a]
+    return recipes.ProvenanceEntry(
+        command="autoq " + " ".join(arguments) if Path(sys.argv[0]).name in ("autoq", "__main__.py") else "python API",
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        seed=plan.config.seed, space=plan.config.space, profile_text=plan.config.calib or STDLIB,
+        profile_sequences=len(done.ids), profile_tokens=done.ids.shape[1],
+        dtype=done.profile.fingerprint.dtype, device=plan.config.device, versions=versions,
+    )  # fmt: skip
+
+
+def _round(value: float) -> float:
+    """Six significant digits: what a measurement can bear, and what a diff can show."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,221 @@
+"""Search a recipe: profile, correct, solve, measure, write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoq import recipe as recipes
+from autoq.api.applying import assignment_of
+from autoq.api.fronts import point_json
+from autoq.api.plan import Plan, make_plan
+from autoq.api.profiling import Profiled, profile_plan
+from autoq.api.recording import UniformResult, make_recipe
+from autoq.config import SearchConfig
+from autoq.cost.kv_memory import cache_values
+from autoq.measure.divergence import Divergence, Yardstick
+from autoq.measure.estimate import DamageTable, correction_factors, damage_table, disagreeing_cells, predict
+from autoq.model.quantized import Assignment
+from autoq.model.text import cut_again
+from autoq.model.units import ModelUnits
+from autoq.report.progress import Clock, Reporter, Silent
+from autoq.run_folder import RECIPE
+from autoq.search.baselines import fair_uniforms, uniform_caches, uniform_weights
+from autoq.search.corrections import measure_uniform
+from autoq.search.front import FrontPoint, around, sweep
+from autoq.search.problem import Option, Problem
+from autoq.search.solver import solve, total_bits
+
+if TYPE_CHECKING:
+    pass
+
+MOST_UNIFORMS = 6  # uniform recipes measured beside a result
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A recipe, what was measured, and the front around it."""
+
+    recipe: recipes.Recipe
+    recipe_path: Path
+    run: Path
+    coverage: str
+    divergence: Divergence
+    noise_floor: float
+    uniforms: tuple[UniformResult, ...]
+    front: tuple[FrontPoint, ...]
+    kv_front: tuple[FrontPoint, ...]
+    seconds: dict[str, float]
+    warnings: tuple[str, ...]
+    options: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `autoq search --json` prints."""
+        totals, predicted = self.recipe.totals, self.recipe.predicted
+        return {
+            "recipe": str(self.recipe_path),
+            "bits": totals.bits,
+            "bits_whole_model": totals.bits_whole_model,
+            "kv_bits": totals.kv_bits,
+            "predicted_kl": predicted.kl,
+            "predicted_kl_stderr": predicted.stderr,
+            "measured_kl": self.divergence.mean_kl,
+            "measured_kl_stderr": self.divergence.stderr,
+            "perplexity": self.divergence.perplexity,
+            "perplexity_original": self.divergence.perplexity_original,
+            "top1_agreement": self.divergence.top1_agreement,
+            "uniform": [
+                {
+                    "format": r.uniform.name,
+                    "bits": r.uniform.bits,
+                    "kv_bits": r.uniform.kv_bits,
+                    "measured_kl": r.divergence.mean_kl,
+                }
+                for r in self.uniforms
+            ],
+            "seconds": self.seconds,
+            "noise_floor": self.noise_floor,
+            "front": [point_json(p) for p in self.front],
+            "kv_front": [point_json(p) for p in self.kv_front],
+            "run": str(self.run),
+            "warnings": list(self.warnings),
+        }
+
+
+def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResult:
+    """Take a model to a measured recipe: profile, correct, solve, measure, write.
+
+    Raises UserError for what the user can mend, AutoqError for the rest.
+    """
+    clock = Clock(reporter or Silent())
+    with clock.stage("prepare", "reading the model's shapes"):
+        plan = make_plan(config)
+    done = profile_plan(plan, clock)
+    profile, units, model = done.profile, plan.units, done.model
+    with clock.stage("measure", "measuring the original") as progress:
+        yardstick = Yardstick(model, units, done.eval_ids)
+        floor = yardstick.noise_floor()
+        progress(1, 1)
+    if config.correct:
+        with clock.stage("correct", "checking uniform formats") as progress:
+            _correct(done, progress)
+    factors = correction_factors(profile, units, min(config.correct, len(done.ids)), floor) if config.correct else {}
+    table = damage_table(profile, units, factors=factors)
+    with clock.stage("solve", "solving") as progress:
+        problem = plan.problem(table)
+        choice = solve(problem)
+        prediction = predict(profile, units, {u: o.format for u, o in choice.items()}, factors=factors)
+        front, kv_front = _fronts(plan, problem, choice)
+        progress(1, 1)
+    assignment = assignment_of(units, choice, profile.absmax)
+    with clock.stage("measure", "measuring the recipe") as progress:
+        divergence = yardstick.measure(assignment, progress)
+    uniforms = _measure_uniforms(plan, done, table, choice, yardstick, clock)
+    recipe = make_recipe(done, choice, table, prediction, divergence, floor, uniforms)
+    path = done.run.path / RECIPE
+    recipe.write(path)
+    warnings = _warnings(plan, done, divergence, uniforms, choice, table)
+    return SearchResult(
+        recipe,
+        path,
+        done.run.path,
+        units.coverage(),
+        divergence,
+        floor,
+        uniforms,
+        front,
+        kv_front,
+        clock.seconds,
+        warnings,
+        config.options(),
+    )
+
+
+def _correct(done: Profiled, progress: Any) -> None:
+    """Measure the uniform formats of the sides that have a budget, where the profile lacks them."""
+    plan, profile, units = done.plan, done.profile, done.plan.units
+    uniform: dict[str, Assignment] = {}
+    for kind, asked, formats in (
+        ("weight", plan.budget, plan.candidates.weights),
+        ("key", plan.kv_budget, plan.candidates.keys),
+        ("value", plan.kv_budget, plan.candidates.values),
+    ):
+        for fmt in formats if asked else ():
+            able = [u.name for u in units.units if u.kind == kind and fmt in plan.candidates.for_unit(u)]
+            chosen: Any = dict.fromkeys(able, fmt)
+            weights, caches = (chosen, {}) if kind == "weight" else ({}, chosen)
+            uniform[f"{kind}/{fmt.name}"] = Assignment(weights, caches, profile.absmax)
+    sequences = min(plan.config.correct, len(done.ids))
+    windows = cut_again(done.ids[:sequences], done.eval_ids.shape[1], done.bos)
+    if measure_uniform(profile, lambda: Yardstick(done.model, units, windows), sequences, windows.shape[1], uniform, progress):
+        profile.save(done.run.path)
+
+
+def _fronts(plan: Plan, problem: Problem, choice: dict[str, Option]) -> tuple[tuple[FrontPoint, ...], tuple[FrontPoint, ...]]:
+    units, sides = plan.units, []
+    for members, values, asked in (
+        (units.weights, units.searched, plan.budget),
+        (units.caches, sum(cache_values(u, plan.context) for u in units.caches), plan.kv_budget),
+    ):
+        names = frozenset(u.name for u in members)
+        bits = total_bits(choice, names) / max(1, values)
+        sides.append(tuple(sweep(problem, names, values, around(bits))) if asked else ())
+    return sides[0], sides[1]
+
+
+def _measure_uniforms(
+    plan: Plan, done: Profiled, table: DamageTable, choice: dict[str, Option], yardstick: Yardstick, clock: Clock
+) -> tuple[UniformResult, ...]:
+    units, absmax = plan.units, done.profile.absmax
+    weights = uniform_weights(units, plan.candidates, table, absmax) if plan.budget else []
+    caches = uniform_caches(units, plan.candidates, table, absmax, plan.context) if plan.kv_budget else []
+    bits, kv_bits = None, plan.kv_budget.value if plan.kv_budget else None
+    if plan.budget:
+        bits = plan.budget.value if plan.budget.unit == "bits" else _bits(units, choice)
+    chosen = fair_uniforms(weights, caches, bits, kv_bits, MOST_UNIFORMS)
+    found = []
+    with clock.stage("measure", "measuring uniform formats") as progress:
+        for i, uniform in enumerate(chosen):
+            progress(i, len(chosen))
+            found.append(UniformResult(uniform, yardstick.measure(uniform.assignment)))
+        progress(len(chosen), len(chosen))
+    return tuple(sorted(found, key=lambda r: (r.divergence.mean_kl, r.uniform.name)))
+
+
+def _bits(units: ModelUnits, choice: dict[str, Option]) -> float:
+    return total_bits(choice, frozenset(u.name for u in units.weights)) / max(1, units.searched)
+
+
+def _warnings(
+    plan: Plan,
+    done: Profiled,
+    divergence: Divergence,
+    uniforms: tuple[UniformResult, ...],
+    choice: dict[str, Option],
+    table: DamageTable,
+) -> tuple[str, ...]:
+    found = []
+    for result in uniforms[:1]:
+        difference, error = divergence.minus(result.divergence)
+        if difference > 0:
+            found.append(
+                f"uniform {result.uniform.name} measured better than the recipe, by {difference:.4f} nats (error {error:.4f}): "
+                "take it instead, or profile more samples"
+            )
+    if heavy := done.profile.heavy_sequences():
+        found.append(
+            f"sequences {', '.join(map(str, heavy))} carry most of the predicted damage: "
+            "profile more samples, or look at their text"
+        )
+    low = [u for u, o in choice.items() if table.get(u, {}).get(o.format, 0.0) > 0.5]
+    if low:
+        found.append(f"{len(low)} units are predicted above 0.5 nats, outside the trusted range: read the measured figure")
+    cells = disagreeing_cells(done.profile, plan.units)
+    chosen_cells = [c for c in cells if choice[c[0]].format == c[1]]
+    if chosen_cells:
+        unit, fmt, ratio = chosen_cells[0]
+        found.append(
+            f"{len(chosen_cells)} chosen cells carry a few outliers (most: {unit} {fmt}, whose plain mean is {ratio:.2g} x the steady estimate)"
+        )
+    return tuple(found)

@@ -1,0 +1,50 @@
+"""Find a recipe and show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoq import recipe as recipes
+from autoq.errors import UserError
+from autoq.run_folder import RECIPE
+
+if TYPE_CHECKING:
+    pass
+
+
+def find_recipe(path: Path | None) -> Path:
+    """Return the recipe file behind a path: the file itself, the one in a run folder, or that of the newest run."""
+    if path is None:
+        found = sorted(Path("runs").glob(f"*/{RECIPE}"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise UserError("there is no recipe in 'runs': name a recipe file or a run folder")
+        return found[-1]
+    if path.is_dir():
+        if not (path / RECIPE).is_file():
+            raise UserError(f"the folder {str(path)!r} holds no {RECIPE}")
+        return path / RECIPE
+    return path
+
+
+def show(recipe: recipes.Recipe) -> dict[str, Any]:
+    """Return a recipe as `autoq show --json` prints it: units and totals."""
+    units: list[dict[str, Any]] = [
+        {"unit": name, "kind": "weight", "role": e.role, "layer": e.layer, "format": e.format, "bits": e.bits,
+         "numel": e.numel, "predicted_kl": e.predicted_kl, "tensors": list(e.tensors)}
+        for name, e in recipe.weights.items()
+    ]  # fmt: skip
+    for layer in recipe.kv:
+        for kind, role, entry in (("key", "K", layer.key), ("value", "V", layer.value)):
+            units.append(
+                {"unit": f"{layer.module}.{kind}", "kind": kind, "role": role, "layer": layer.layer, "format": entry.format,
+                 "bits": entry.bits, "numel": layer.values_per_token, "predicted_kl": entry.predicted_kl, "tensors": [layer.module]}
+            )  # fmt: skip
+    measured = recipe.measured
+    return {
+        "model": recipe.model.id,
+        **recipe.totals.model_dump(),
+        "predicted_kl": recipe.predicted.kl,
+        "measured_kl": measured.kl if measured else None,
+        "units": units,
+    }
