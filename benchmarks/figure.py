@@ -1,8 +1,8 @@
-"""Draw the README's figure and its table from committed results: damage against bits.
+"""Draw the README's figure and write its tables from committed results: damage against bits, and what a profile costs.
 
-    python benchmarks/figure.py docs/results/quality.json README.md
+    python benchmarks/figure.py docs/results README.md
 
-The table goes between the marks `<!-- results -->` and `<!-- /results -->`.
+They go between marks such as `<!-- results -->` and `<!-- /results -->`.
 """
 
 from __future__ import annotations
@@ -81,15 +81,33 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def cost(rows: list[dict[str, Any]]) -> str:
+    timed = [r for r in rows if "profile_over_bare" in r]
+    weighed = [r for r in rows if "peak_over_model" in r]
+    weights, keys, _ = rows[0]["formats"]
+    return "\n".join(
+        [
+            f"Scoring {weights} weight formats and {keys} formats each for keys and values of SmolLM2-135M in {rows[0]['dtype']}, sequences of "
+            f"{rows[0]['tokens']} tokens (`benchmarks/cost.py`):",
+            "",
+            "| sequences | in batches of | seconds / bare forward and backward | peak memory / model |",
+            "|---|---|---|---|",
+            *(f"| {r['sequences']} | {r['batch']} | {r['profile_over_bare']:.2f} | |" for r in timed),
+            *(f"| {r['sequences']} | {r['batch']} | | {r['peak_over_model']:.2f} |" for r in weighed),
+        ]
+    )
+
+
+def between_marks(text: str, mark: str, content: str) -> str:
+    return re.sub(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", lambda m: m[1] + content + "\n" + m[2], text, flags=re.DOTALL)
+
+
 def main() -> None:
     source, readme = Path(sys.argv[1]), Path(sys.argv[2])
-    results = json.loads(source.read_text())
+    results = json.loads((source / "quality.json").read_text())
     draw(results, readme.parent / "docs" / "damage.svg")
-    text = readme.read_text()
-    new = re.sub(
-        r"(<!-- results -->\n).*?(\n<!-- /results -->)", lambda m: m.group(1) + table(results) + m.group(2), text, flags=re.DOTALL
-    )
-    readme.write_text(new)
+    text = between_marks(readme.read_text(), "results", table(results))
+    readme.write_text(between_marks(text, "cost", cost(json.loads((source / "cost.json").read_text()))))
 
 
 if __name__ == "__main__":
