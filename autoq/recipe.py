@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autoq.errors import UserError, unknown
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
+from autoq.yaml_file import read_yaml
 
 SCHEMA_VERSION = 1
 
@@ -227,12 +228,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe strictly: an unknown key, an unknown format or a missing field is a UserError that names it."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no recipe {str(path)!r}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the recipe {str(path)!r} is not YAML: {' '.join(str(error).split())[:200]}") from error
+    data = read_yaml(path, "recipe")
     if not isinstance(data, dict):
         raise UserError(f"the recipe {str(path)!r} is not a mapping of keys")
     version = data.get("schema_version")

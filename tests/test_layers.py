@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "autoq"
 LAYERS = [
     {"errors", "config", "__init__"},
-    {"budget", "formats", "report.progress", "run_folder"},
+    {"yaml_file", "budget", "formats", "report.progress", "run_folder"},
     {"codec"},
     {"recipe", "recipe_schema"},
     {"model"},

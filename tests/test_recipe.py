@@ -109,7 +109,7 @@ def test_names_that_the_model_lacks_are_named_with_the_nearest(recipe_path: Path
         api.recipe_assignment(recipe, units)
 
 
-@pytest.mark.parametrize("content", ["a: [", "- 1\n- 2", "", "\x00"])
+@pytest.mark.parametrize("content", ["a: [", "- 1\n- 2", "", "\x00", "schema_version: 1\nschema_version: 1", "? [a]\n: 1"])
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(content)

@@ -19,7 +19,10 @@ FP16_MAX = 65504.0
 FP16_TINY = 2.0**-24  # smallest positive float16, so that no stored scale is zero
 E4M3_SCALE_FLOOR = 2.0**-9  # smallest block scale of a block that is not all zero (ModelOpt's packed path)
 E4M3_ONE = 0x38  # code of 1.0, the block scale of an all-zero block
-LEAST_SQUARES_CLIPS = tuple(1 - 0.04 * i for i in range(13))  # 1.00 down to 0.52 of the plain scale
+# What `least_squares` tries beside the plain scale: clips of it for integers, neighbours of its code for E4M3 and E8M0 scales.
+LEAST_SQUARES_CLIPS = tuple(1 - 0.04 * i for i in range(13))  # 1.00 down to 0.52
+E4M3_STEPS = (-2, -1, 1, 2, 3, 4, 5, 6)
+E8M0_STEPS = (-1, 1)
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,7 @@ def fit_blocks(
     """
     if fmt.scale in ("none", "e4m3") and absmax is None:
         absmax = blocks.abs().amax()
-    tensor = None
-    if fmt.scale in ("none", "e4m3"):
-        assert absmax is not None
-        assert isinstance(fmt.element, FloatElement)
-        covered = fmt.element.largest * (fmt.tensor_range if fmt.scale == "e4m3" else 1.0)
-        tensor = torch.where(absmax == 0, torch.ones_like(absmax), absmax) / covered
+    tensor = tensor_scale(fmt, absmax) if fmt.scale in ("none", "e4m3") and absmax is not None else None
     candidates = _candidates(fmt, blocks, dim, tensor)
     best = next(candidates)
     if fmt.rule not in ("4over6", "least_squares"):
@@ -116,6 +114,13 @@ def fit_blocks(
         if zero is not None and other.zero is not None:
             zero = torch.where(better, other.zero, zero)
     return Scales(block, zero, tensor)
+
+
+def tensor_scale(fmt: Format, absmax: torch.Tensor) -> torch.Tensor:
+    """Return the float32 scale of a whole tensor whose largest magnitude is absmax (float32 scalar)."""
+    assert isinstance(fmt.element, FloatElement)
+    covered = fmt.element.largest * (fmt.tensor_range if fmt.scale == "e4m3" else 1.0)
+    return torch.where(absmax == 0, torch.ones_like(absmax), absmax) / covered
 
 
 def quantize(fmt: Format, blocks: torch.Tensor, scales: Scales, dim: int = -1) -> torch.Tensor:
@@ -148,9 +153,9 @@ def rounding_error(
 def squared_error(
     fmt: Format, blocks: torch.Tensor, scales: Scales, dim: int = -1, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the (weighted) squared error of every block."""
+    """Return the (weighted) squared error of every block, summed in float64: a kernel that adds in another order picks the same scale."""
     error = fake_quantize_blocks(fmt, blocks, scales, dim).sub_(blocks).square_()
-    return (error if weight is None else error.mul_(weight)).sum(dim)
+    return (error if weight is None else error.mul_(weight)).sum(dim, dtype=torch.float64)
 
 
 def fake_quantize(fmt: Format, x: torch.Tensor, scales: Scales | None = None, absmax: torch.Tensor | None = None) -> torch.Tensor:
@@ -218,7 +223,7 @@ def _candidates(fmt: Format, blocks: torch.Tensor, dim: int, tensor: torch.Tenso
     if fmt.rule == "4over6":
         yield Scales(_encode_e4m3_scale(absmax / 4.0 / tensor, absmax), None, tensor)
     if fmt.rule == "least_squares":  # E4M3 codes are ordered: walk the neighbours of the plain scale
-        for step in (-2, -1, 1, 2, 3, 4, 5, 6):
+        for step in E4M3_STEPS:
             moved = (plain.to(torch.int32) + step).clamp(1, 126).to(torch.uint8)
             yield Scales(torch.where(absmax == 0, plain, moved), None, tensor)
 
@@ -250,10 +255,10 @@ def _power_of_two_scales(fmt: Format, absmax: torch.Tensor) -> Iterator[Scales]:
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     elif fmt.rule == "even":
         half = 1 << (22 - fmt.element.mantissa_bits)
-        exponent = torch.frexp((absmax.view(torch.int32) + half).view(torch.float32))[1] - 1 - fmt.element.max_exponent
+        exponent = ((absmax.view(torch.int32) + half) >> 23) - 127 - fmt.element.max_exponent  # may pass the largest float32
     else:
         exponent = torch.frexp(absmax)[1] - 1 - fmt.element.max_exponent
-    steps = (0, -1, 1) if fmt.rule == "least_squares" else (0,)
+    steps = (0, *E8M0_STEPS) if fmt.rule == "least_squares" else (0,)
     for step in steps:
         code = (exponent + step + 127).clamp(0, 254 - fmt.element.max_exponent)  # the largest element stays finite
         yield Scales(torch.where(absmax == 0, 127, code).to(torch.uint8))

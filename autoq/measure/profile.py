@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from autoq.measure.damage import Candidates, DamageScorer
 from autoq.model.units import ModelUnits
 
 FILE = "profile.safetensors"
+ADDITION = "profile-addition"  # formats that join a finished profile, until they are all scored
 VERSION = 2
 Progress = Callable[[int, int], None]
 
@@ -171,11 +173,13 @@ def make_profile(
                 return profile
             names = sorted({f.name for group in (missing.weights, missing.keys, missing.values) for f in group})
             say(f"scoring {', '.join(names)}; the {len(have.samples)} units' other formats are kept (same gradients)")
-        addition = Profile(fingerprint) if have is not None and profile.complete else profile
-        _run(model, units, missing, ids, addition, run if addition is profile else None, batch, progress)
-        if addition is not profile:
+            addition = _resumable(run / ADDITION, fingerprint, missing, units)
+            _run(model, units, missing, ids, addition, run / ADDITION, batch, progress)
             _merge(profile, addition)
             profile.save(run)
+            shutil.rmtree(run / ADDITION)
+            return profile
+        _run(model, units, missing, ids, profile, run, batch, progress)
         return profile
     say(f"going on after sequence {profile.done} of {fingerprint.sequences}")
     scored = _scored(profile, units, candidates)
@@ -189,7 +193,7 @@ def _run(
     candidates: Candidates,
     ids: torch.Tensor,
     profile: Profile,
-    run: Path | None,
+    run: Path,
     batch: int,
     progress: Progress,
 ) -> None:
@@ -212,11 +216,20 @@ def _run(
                 profile.samples[unit.name][fmt.name][part] = row
         _take_errors(profile, units, candidates, scorer)
         profile.done = part.stop
-        if run is not None:
-            profile.save(run)
+        profile.save(run)
         progress(part.stop, total)
     if not all(torch.isfinite(s).all() for by_format in profile.samples.values() for s in by_format.values()):
         raise AutoqError("a gradient of this model is not finite: try --dtype float32")
+
+
+def _resumable(run: Path, fingerprint: Fingerprint, candidates: Candidates, units: ModelUnits) -> Profile:
+    """Return the addition that a killed run left behind, if it is of the same formats; else a new one."""
+    if (run / FILE).is_file():
+        left = Profile.load(run)
+        wanted = {u.name: [f.name for f in candidates.for_unit(u)] for u in units.units}
+        if left.fingerprint == fingerprint and {u: list(f) for u, f in left.samples.items()} == wanted:
+            return left
+    return Profile(fingerprint)
 
 
 def _take_errors(profile: Profile, units: ModelUnits, candidates: Candidates, scorer: DamageScorer) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autoq.errors import UserError, unknown
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
+from autoq.yaml_file import read_yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "search_spaces"
 KEYS = ("weights", "keys", "values")
@@ -27,10 +26,7 @@ def load_space(name: str) -> Candidates:
         if path.suffix and path.parent != FOLDER:
             raise UserError(f"there is no search space file {name!r}")
         raise unknown("search space", name, space_names())
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the search space {str(path)!r} is not YAML: {' '.join(str(error).split())[:200]}") from error
+    data = read_yaml(path, "search space")
     if not isinstance(data, dict):
         raise UserError(f"the search space {str(path)!r} must map weights, keys and values to lists of formats")
     for key in data:

@@ -91,6 +91,30 @@ def test_a_finished_profile_is_reused_and_a_new_format_joins_it(
     assert said == ["the profile is complete: nothing to score"]
 
 
+def test_a_killed_addition_resumes_too(llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make(llama, tmp_path / "whole")
+    make(llama, tmp_path / "grown", Candidates(WEIGHTS[:2], KV[:1], KV))
+    sizes: list[int] = []
+    score = damage.DamageScorer.score
+
+    def dies(self: Any, ids: torch.Tensor, seeds: list[int]) -> Any:
+        sizes.append(len(ids))
+        if len(sizes) == 2:
+            raise KeyboardInterrupt
+        return score(self, ids, seeds)
+
+    monkeypatch.setattr(damage.DamageScorer, "score", dies)
+    with pytest.raises(KeyboardInterrupt):
+        make(llama, tmp_path / "grown")
+    assert Profile.load(tmp_path / "grown").complete
+    grown = make(llama, tmp_path / "grown")
+    same(whole, grown)
+    assert sum(sizes) == sizes[1] + len(
+        next(iter(next(iter(whole.samples.values())).values()))
+    )  # only the batch that died is scored again
+    assert not [p for p in (tmp_path / "grown").iterdir() if p.is_dir()]
+
+
 @pytest.mark.parametrize("change", [{"model": "other"}, {"text": "other"}, {"seed": 1}, {"dtype": "bfloat16"}])
 def test_a_profile_of_something_else_is_refused(llama: PreTrainedModel, tmp_path: Path, change: dict[str, Any]) -> None:
     make(llama, tmp_path)

@@ -1,0 +1,1 @@
+"""Triton kernels, one operation a file; each equals its torch reference in autoq.formats bit for bit."""
