@@ -38,7 +38,7 @@ class Budget:
 def parse_budget(text: str, option: str = "--budget") -> Budget:
     """Read `4.5bits`, `4.5`, `60MiB` or `35%`; raises UserError."""
     found = _FORM.match(text)
-    if not found or float(found.group(1)) <= 0:
+    if not found or not 0 < float(found.group(1)) < 1e15:
         raise UserError(f"{option} {text!r} is not a budget: write bits per value (4.5bits), bytes (60MiB) or a share (35%)")
     value, unit = float(found.group(1)), found.group(2) or "bits"
     if unit == "%":
@@ -51,7 +51,7 @@ def parse_budget(text: str, option: str = "--budget") -> Budget:
 
 def parse_size(text: str) -> int:
     """Read a count of tokens such as `4096`, `32k` or `1M` (k = 1,024); raises UserError."""
-    found = re.match(r"^\s*(\d+)\s*([kKmM]?)\s*$", text)
+    found = re.match(r"^\s*([0-9]{1,15})\s*([kKmM]?)\s*$", text)
     if not found or int(found.group(1)) == 0:
         raise UserError(f"{text!r} is not a number of tokens: write 4096, 32k or 1M")
     return int(found.group(1)) * {"": 1, "k": 2**10, "m": 2**20}[found.group(2).lower()]

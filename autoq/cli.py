@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,13 @@ app = typer.Typer(
     epilog="Start with [bold]autoq search --budget 4.5bits[/bold]: it runs on the bundled demo model.",
 )
 
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise UserError("--run is empty: give a folder, or leave the option out")
+    return Path(text)
+
+
 Model = Annotated[str, typer.Option("--model", help="demo, a Hub name, a model folder, or a .gguf file.")]
 Space = Annotated[str, typer.Option(help="A bundled search space (default, plain, int, blackwell) or a YAML file.")]
 Calib = Annotated[
@@ -48,7 +56,10 @@ Eval = Annotated[
 ]
 Samples = Annotated[int, typer.Option(help="Sequences to profile.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens of a profiled sequence.")]
-Run = Annotated[Path | None, typer.Option("--run", help="Run folder. Default: runs/<model>-<time>.", show_default=False)]
+Run = Annotated[
+    Path | None,
+    typer.Option("--run", parser=_folder, metavar="DIR", help="Run folder. Default: runs/<model>-<time>.", show_default=False),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on in --run, or in this model's newest run.")]
 Include = Annotated[list[str] | None, typer.Option(help="Search this too: lm_head.", show_default=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
@@ -119,7 +130,7 @@ def search(
 
     config = SearchConfig(
         model=model, budget=budget, kv_budget=kv_budget, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
-        eval_samples=eval_samples, eval_len=eval_len, context=parse_size(context) if context else None, correct=correct, run=run,
+        eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, run=run,
         resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch,
     )  # fmt: skip
     reporter = _reporter()
@@ -185,7 +196,8 @@ def profile(
     out.print(
         f"{facts['units']} units x {len(facts['formats'])} formats on {facts['sequences']} sequences of {facts['tokens']} tokens, in {facts['run']}"
     )
-    out.print(" ".join(f"next: autoq search {config.options()} --run {facts['run']} --budget 4.5bits".split()), soft_wrap=True)
+    budget = "--budget 4.5bits" if done.plan.candidates.weights else "--kv-budget 6bits"
+    out.print(" ".join(f"next: autoq search {config.options()} --run {facts['run']} {budget}".split()), soft_wrap=True)
 
 
 @app.command(epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json")
@@ -238,6 +250,41 @@ def show(
         _stdout().print(recipe_view(view))
 
 
+@app.command(
+    epilog="Examples:\n\nautoq validate\n\nautoq validate runs/mine --sample 5\n\nautoq validate recipe.yaml --model ./my-model --json"
+)
+def validate(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(help="Pack only so many units with the kernels, drawn at random. Default: all.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = D.seed,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Pack a recipe with the real kernels, check every byte, and measure the model that runs on them."""
+    import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
+    from autoq import api
+
+    result = api.validate(api.find_recipe(recipe), model, sample, seed, _reporter())
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        from autoq.report.terminal import validation
+
+        _stdout().print(validation(result))
+    if result.problems:
+        for problem in result.problems:
+            _complain(problem)
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Examples:\n\nautoq formats")
 def formats(as_json: Json = False, debug: Debug = False) -> None:
     """List every number format with its element, block, scale and bits."""
@@ -288,10 +335,9 @@ def memory(
 
 
 def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"--batch {text!r} is not a whole number: write 1 or 1,8") from None
+    if not re.fullmatch(r"\s*-?[0-9]{1,12}\s*", text):
+        raise UserError(f"--batch {text!r} is not a whole number: write 1 or 1,8")
+    return int(text)
 
 
 def _stdout() -> Console:

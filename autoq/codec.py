@@ -22,13 +22,18 @@ def matrices(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     return view.transpose(1, 2) if transposed else view
 
 
+def check_finite(weight: torch.Tensor, name: str) -> None:
+    """Raise UserError naming the tensor if it holds NaN or infinite values."""
+    if not torch.isfinite(weight).all():
+        raise UserError(f"the tensor {name!r} holds NaN or infinite values")
+
+
 def encode_weight(weight: torch.Tensor, fmt: Format, transposed: bool = False, name: str = "the weight") -> list[Packed]:
     """Pack a weight, one Packed per matrix; `transposed` says that it is stored [..., inputs, outputs].
 
     Raises UserError naming the tensor if it holds NaN or infinite values.
     """
-    if not torch.isfinite(weight).all():
-        raise UserError(f"the tensor {name!r} holds NaN or infinite values")
+    check_finite(weight, name)
     return [reference.encode(fmt, m) for m in matrices(weight, transposed)]
 
 

@@ -5,7 +5,6 @@ It stands alone: every format used is written out in full, and every tensor is n
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autoq.errors import UserError, unknown
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
+from autoq.run_folder import write_atomically
 from autoq.yaml_file import read_yaml
 
 SCHEMA_VERSION = 1
@@ -25,7 +25,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -34,17 +34,17 @@ class FormatEntry(_Strict):
     """A format written out in full."""
 
     element: str = Field(description="E2M1, E2M3, E3M2, E4M3, E5M2, INTn, INTn asym, or BF16 for the original")
-    block: int | None = Field(ge=1, description="values that share a scale; null is the whole row")
+    block: int | None = Field(ge=1, le=2**20, description="values that share a scale; null is the whole row")
     scale: ScaleType = Field(description="type the block scales are stored in")
     rule: ScaleRule = Field(description="how the encoder picks the scale")
     tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
     tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
     axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
-    static_scale: Literal["none", "absmax"] | float | None = Field(
+    static_scale: Literal["none", "absmax"] | NotNegative | None = Field(
         default=None, description="KV: where the static scale comes from"
     )
-    residual: int = Field(default=0, ge=0, description="KV: newest tokens kept in 16 bit")
-    sink: int = Field(default=0, ge=0, description="KV: first tokens kept in 16 bit")
+    residual: int = Field(default=0, ge=0, lt=2**31, description="KV: newest tokens kept in 16 bit")
+    sink: int = Field(default=0, ge=0, lt=2**31, description="KV: first tokens kept in 16 bit")
     activation: str | None = Field(default=None, description="format of the layer's input")
 
 
@@ -82,7 +82,7 @@ class KVEntry(_Strict):
 class ModelEntry(_Strict):
     """The model a recipe is for."""
 
-    id: str
+    id: str = Field(pattern=r"^[^\x00-\x1f\x7f]+$")
     fingerprint: str
     architecture: str
     parameters: Count
@@ -157,6 +157,26 @@ class ProvenanceEntry(_Strict):
     versions: dict[str, str]
 
 
+class ValidationEntry(_Strict):
+    """What `autoq validate` found when every tensor was packed and the model ran on the bytes."""
+
+    kernels: str = Field(description="where the kernels ran: interpreter, or the GPU's name")
+    passed: bool
+    units: Count = Field(description="weight units packed by the kernels and compared with the reference")
+    tensors: Count
+    differing: Count = Field(description="tensors in which kernel and reference differ in a bit, or bytes and cost model")
+    weight_bytes: Count = Field(description="all weights as packed; the original's are at 16 bit")
+    weight_bytes_original: Count
+    cache_bytes: Count = Field(description="held by the packed cache at the end of one measuring batch")
+    cache_bytes_original: Count
+    kl: float = Field(description="nats per token, on the recipe's measuring text, chunked prefill and token-by-token decode")
+    kl_stderr: NotNegative
+    top1_agreement: Share
+    perplexity: NotNegative
+    greedy_agreement: Share = Field(description="share of greedily generated tokens before the first that differs")
+    created: str
+
+
 class Recipe(_Strict):
     """A recipe; field order is the order in the file."""
 
@@ -166,6 +186,7 @@ class Recipe(_Strict):
     totals: TotalsEntry
     predicted: PredictedEntry
     measured: MeasuredEntry | None
+    validation: ValidationEntry | None = None
     formats: dict[str, FormatEntry]
     kv_formats: dict[str, FormatEntry]
     weights: dict[str, WeightEntry]
@@ -191,9 +212,7 @@ class Recipe(_Strict):
 
     def write(self, path: Path) -> None:
         """Write the YAML file atomically."""
-        part = path.with_name(path.name + ".part")
-        part.write_text(to_yaml(self), encoding="utf-8")
-        os.replace(part, path)
+        write_atomically(path, to_yaml(self))
 
 
 _COMMENTS = {
@@ -202,6 +221,7 @@ _COMMENTS = {
     "totals": "What it stores. bits: effective bits per searched weight, scales and padding counted.",
     "predicted": "Nats of KL per token, summed over the units, with its standard error over the profile's sequences.",
     "measured": "On text that was not profiled; errors are over windows, comparisons are paired by window.",
+    "validation": "The same on packed bytes, with the real kernels.",
     "formats": "Every weight format used, written out in full.",
     "kv_formats": "Every KV format used.",
     "weights": "Tensors of one unit share a format (serving engines fuse them).",
@@ -219,6 +239,8 @@ def to_yaml(recipe: Recipe) -> str:
     ]
     lines.append("# `autoq show` prints it as a table.")
     for key, value in data.items():
+        if key == "validation" and value is None:
+            continue
         lines.append(f"\n# {_COMMENTS[key]}" if key in _COMMENTS else "")
         entry_a_line = None if key in ("formats", "kv_formats", "weights", "kv") else False
         text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=entry_a_line)
@@ -257,19 +279,23 @@ def _first_problem(error: ValidationError) -> str:
         owner: Any = Recipe
         for part in problem["loc"][:-1]:
             owner = _field_type(owner, part)
-        names = list(owner.model_fields) if isinstance(owner, type) and issubclass(owner, BaseModel) else []
+        names = list(owner.model_fields) if _is_model(owner) else []
         return str(unknown(f"key at {where}:", str(problem["loc"][-1]), names))
     return f"{where}: {problem['msg']}"
 
 
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def _field_type(owner: Any, part: int | str) -> Any:
-    """Follow one step of an error's location: a field's model class, through containers."""
-    if isinstance(owner, type) and issubclass(owner, BaseModel):
-        owner = owner.model_fields[str(part)].annotation if str(part) in owner.model_fields else None
-    for inner in getattr(owner, "__args__", ()):
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            return inner if isinstance(part, int | str) else owner
-    return owner
+    """Follow one step of an error's location: into a model's field, or into what a container holds."""
+    if _is_model(owner):
+        field = owner.model_fields.get(str(part))
+        owner = None if field is None else field.annotation
+        optional = [a for a in getattr(owner, "__args__", ()) if _is_model(a)]
+        return optional[0] if optional and type(None) in owner.__args__ else owner
+    return next((a for a in getattr(owner, "__args__", ()) if _is_model(a)), None)
 
 
 def describe(fmt: Format | KVFormat) -> FormatEntry:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ class RunFolder:
             found = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{str(self.path)!r} is no run folder: it has no {DESCRIPTION}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{str(path)!r} cannot be read: {error}") from error
         if not isinstance(found, dict):
             raise UserError(f"{str(path)!r} is not a JSON object")
@@ -47,13 +49,15 @@ def open_run(asked: Path | None, resume: bool, model: str) -> RunFolder:
     Raises UserError when there is nothing to resume, or when the path is a file.
     """
     if asked is not None:
-        if asked.exists() and not asked.is_dir():
-            raise UserError(f"--run {str(asked)!r} is a file, not a folder")
+        for place in (asked, *asked.parents):
+            if (place.exists() or place.is_symlink()) and not place.is_dir():
+                what = "a file" if place.exists() else "a link that leads nowhere"
+                raise UserError(f"--run {str(asked)!r} cannot be a folder: {str(place)!r} is {what}")
         if resume and not (asked / DESCRIPTION).is_file():
             raise UserError(f"--resume: {str(asked)!r} is no run folder, there is nothing to go on from")
         return RunFolder(asked)
     if resume:
-        found = sorted(RUNS.glob(f"{model}-[0-9]*"), key=lambda p: p.stat().st_mtime)
+        found = sorted((p for p in RUNS.glob(f"{model}-[0-9]*") if (p / DESCRIPTION).is_file()), key=lambda p: p.stat().st_mtime)
         if not found:
             raise UserError(f"--resume: there is no run of {model} in {str(RUNS)!r}; name one with --run")
         return RunFolder(found[-1])
@@ -73,8 +77,23 @@ def make_folder(path: Path) -> None:
         raise UserError(f"--run {str(path)!r} cannot be made: {error.strerror}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a file to write beside `path`, and put it in its place: a reader sees the old file or the new one, never half of one.
+
+    Nothing is left behind when writing fails. Raises UserError where `path` cannot be replaced.
+    """
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        yield part
+        os.replace(part, path)
+    except (IsADirectoryError, PermissionError) as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file whole or not at all (see `replacing`)."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")

@@ -32,6 +32,7 @@ from autoq.kernels.elements import (
 from autoq.kernels.launch import tile
 from autoq.kernels.pack import pack
 
+WHOLE_BYTES = {2: 4, 3: 8, 4: 2, 6: 4, 8: 1}  # bits -> how many codes fill whole bytes
 SCALE_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "e4m3": torch.uint8, "e8m0": torch.uint8}
 
 
@@ -100,14 +101,18 @@ def encode_blocks_kernel(
     candidates,
     SEARCH: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, IS_FLOAT: tl.constexpr, ASYMMETRIC: tl.constexpr,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MIN_NORMAL: tl.constexpr, LARGEST: tl.constexpr,
-    LOW: tl.constexpr, STEPS: tl.constexpr, MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    LOW: tl.constexpr, STEPS: tl.constexpr, MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Encode x [rows, width]: ROWS rows x BLOCKS blocks of BLOCK values a program; GROUP codes fill whole bytes."""
+    """Encode x [rows, width]: ROWS rows x BLOCKS blocks of BLOCK values a program, each laid out as PADDED values.
+
+    GROUP codes fill whole bytes; GROUP 0 leaves one code a byte, to be packed afterwards.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    mask = (row[:, None, None] < rows) & (column < width)
+    inner = tl.arange(0, PADDED)[None, None, :]
+    column = block[None, :, None] * BLOCK + inner
+    mask = (row[:, None, None] < rows) & (column < width) & (inner < BLOCK)
     offset = row[:, None, None].to(tl.int64) * stride_row + column.to(tl.int64) * stride_col
     x = to_float32(tl.load(x_ptr + offset, mask=mask, other=0.0))
     tensor = tl.load(tensor_ptr)
@@ -115,9 +120,8 @@ def encode_blocks_kernel(
     absmax = tl.maximum(high, -low)
     largest = absmax
     if RULE == "full_range":  # the first value of largest magnitude, with its sign
-        place = tl.where(tl.abs(x) == absmax[:, :, None], tl.arange(0, BLOCK)[None, None, :], BLOCK)
-        first = tl.min(place, axis=2)
-        largest = tl.sum(tl.where(tl.arange(0, BLOCK)[None, None, :] == first[:, :, None], x, 0.0), axis=2)
+        first = tl.min(tl.where(tl.abs(x) == absmax[:, :, None], inner, PADDED), axis=2)
+        largest = tl.sum(tl.where(inner == first[:, :, None], x, 0.0), axis=2)
     stored, zero, used = _scale(
         low, high, absmax, largest, tensor, tl.load(steps_ptr), tl.load(clips_ptr),
         SCALE, RULE, ASYMMETRIC, LARGEST, LOW, STEPS, MANTISSA, MAX_EXPONENT,
@@ -148,6 +152,10 @@ def encode_blocks_kernel(
     if ASYMMETRIC:
         tl.store(zeros_ptr + at, zero.to(tl.uint8), mask=inside)
     word = _codes(x, values, used[:, :, None], zero[:, :, None], IS_FLOAT, BITS, MANTISSA, BIAS, MIN_NORMAL)
+    if GROUP == 0:
+        place = codes_ptr + row[:, None, None].to(tl.int64) * row_bytes + column
+        tl.store(place, word.to(tl.uint8), mask=inside[:, :, None] & (inner < BLOCK))
+        return
     word = tl.reshape(word, (ROWS, BLOCKS * BLOCK))
     if GROUP >= 2:
         first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 2, 2)))
@@ -242,6 +250,7 @@ def encode(fmt: Format, x: torch.Tensor, absmax: torch.Tensor | None = None) -> 
         return Packed(fmt, (x.shape[0], x.shape[1]), x.to(torch.bfloat16), None, None)
     rows, width = x.shape
     values = tile(x.device)
+    bits = fmt.element.bits
     tensor = None
     if fmt.scale in ("none", "e4m3"):
         tensor = tensor_scale(fmt, x.abs().amax().to(torch.float32) if absmax is None else absmax)
@@ -263,17 +272,22 @@ def encode(fmt: Format, x: torch.Tensor, absmax: torch.Tensor | None = None) -> 
     scales = torch.empty(rows, blocks, dtype=SCALE_TYPES[fmt.scale], device=x.device)
     zeros = torch.empty(rows, blocks, dtype=torch.uint8, device=x.device) if asymmetric else None
     steps, clips = candidates(fmt)
-    taken_blocks = min(triton.next_power_of_2(blocks), max(1, values // fmt.block))
-    taken = max(1, min(triton.next_power_of_2(max(rows, 1)), values // (taken_blocks * fmt.block)))
+    padded = triton.next_power_of_2(fmt.block)
+    taken_blocks = min(triton.next_power_of_2(blocks), max(1, values // padded))
+    taken = max(1, min(triton.next_power_of_2(max(rows, 1)), values // (taken_blocks * padded)))
     half = 0.5 if fmt.rule == "half_step" else 0.0
+    group = WHOLE_BYTES.get(bits, 0)
+    if padded != fmt.block or group == 0 or fmt.block % group:
+        group = 0
+        codes = torch.empty(rows, blocks * fmt.block, dtype=torch.uint8, device=x.device)
     encode_blocks_kernel[(triton.cdiv(rows, taken), triton.cdiv(blocks, taken_blocks))](
         x, codes, scales, codes if zeros is None else zeros, x.new_ones((), dtype=torch.float32) if tensor is None else tensor,
         torch.tensor(steps, dtype=torch.int32, device=x.device), torch.tensor(clips, dtype=torch.float32, device=x.device),
         rows, width, blocks, codes.shape[1], x.stride(0), x.stride(1), len(steps),
         SEARCH=len(steps) > 1, SCALE=fmt.scale, RULE=fmt.rule, ASYMMETRIC=asymmetric, LOW=low, STEPS=constants["LARGEST"] + half,
         MAX_EXPONENT=fmt.element.max_exponent if isinstance(fmt.element, FloatElement) else 0,
-        BLOCK=fmt.block, ROWS=taken, BLOCKS=taken_blocks, GROUP={2: 4, 3: 8, 4: 2, 6: 4, 8: 1}[fmt.element.bits],
-        enable_fp_fusion=False, **constants,
+        BLOCK=fmt.block, PADDED=padded, ROWS=taken, BLOCKS=taken_blocks, GROUP=group, enable_fp_fusion=False, **constants,
     )  # fmt: skip
-    packed_zeros = None if zeros is None else pack(zeros.flatten(), fmt.element.bits)
+    codes = pack(codes, bits) if group == 0 else codes
+    packed_zeros = None if zeros is None else pack(zeros.view(1, -1), bits).flatten()
     return Packed(fmt, (rows, width), codes, Scales(scales, zeros, tensor), packed_zeros)

@@ -25,6 +25,11 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def where() -> str:
+    """Say where kernels run: the interpreter, or the GPU's name."""
+    return "interpreter" if interpreted() or not torch.cuda.is_available() else torch.cuda.get_device_name()
+
+
 def tile(device: torch.device) -> int:
     """Return how many values a program takes; raises AutoqError where no kernel can run on this device."""
     if device.type == "cuda" and not interpreted():

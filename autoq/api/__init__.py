@@ -1,4 +1,8 @@
-"""The verbs: search, profile, front, show, memory. The command line and notebooks call these and nothing below."""
+"""The verbs: search, profile, front, show, memory, validate. The command line and notebooks call these and nothing below."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from autoq.api.applying import assignment_of, check_names, quantized, recipe_assignment
 from autoq.api.fronts import FrontResult, front
@@ -9,12 +13,16 @@ from autoq.api.recording import UniformResult
 from autoq.api.searching import SearchResult, search
 from autoq.api.showing import find_recipe, show
 
+if TYPE_CHECKING:
+    from autoq.api.validating import Validation, validate
+
 __all__ = [
     "FrontResult",
     "Plan",
     "Profiled",
     "SearchResult",
     "UniformResult",
+    "Validation",
     "assignment_of",
     "check_names",
     "find_recipe",
@@ -26,4 +34,14 @@ __all__ = [
     "recipe_assignment",
     "search",
     "show",
+    "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs triton when it is asked for: the other verbs work without it."""
+    if name in ("Validation", "validate"):
+        from autoq.api import validating
+
+        return getattr(validating, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

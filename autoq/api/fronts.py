@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoq.api.plan import searchable
 from autoq.budget import parse_budget
 from autoq.config import SearchConfig
-from autoq.cost.kv_memory import cache_values
+from autoq.cost.kv_memory import cache_values, context_of
 from autoq.errors import UserError
 from autoq.measure.estimate import correction_factors, damage_table
 from autoq.measure.profile import Profile
@@ -52,9 +52,15 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
             f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume"
         )
     try:
-        config = SearchConfig(model=description["model"], space=description["space"], include=tuple(description["include"]))
+        model, space = str(description["model"]), description["space"]
+        if not isinstance(space, str):
+            raise TypeError(f"space {space!r}")
+        config = SearchConfig(model=model, space=space, include=tuple(description["include"]))
         context = int(description["context"])
-    except (KeyError, TypeError, ValueError) as error:
+        if context < 1:
+            raise ValueError(f"context {context}")
+        context_of(load.load_config(load.model_source(config.model)).get_text_config(decoder=True), context)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
     empty = load.empty_model(load.load_config(load.model_source(config.model)))
     units, candidates, _ = searchable(find_units(empty, config.include), empty, load_space(config.space), kv_wanted=False)

@@ -10,8 +10,9 @@ import torch
 from autoq import __version__
 from autoq.api.plan import Plan, make_plan, refusals
 from autoq.config import SearchConfig
-from autoq.errors import AutoqError
-from autoq.measure.profile import Fingerprint, Profile, make_profile, model_fingerprint, text_fingerprint
+from autoq.errors import AutoqError, UserError
+from autoq.measure.damage import check_finite
+from autoq.measure.profile import Fingerprint, Profile, existing, make_profile, model_fingerprint, text_fingerprint
 from autoq.model import load
 from autoq.model.text import STDLIB, own_bos, sequences, text_sources
 from autoq.model.units import find_units
@@ -68,19 +69,31 @@ def profile_plan(plan: Plan, clock: Clock) -> Profiled:
         progress(1, 1)
     if kind := load.gguf_type(plan.source):
         say(f"warning: the weights of this GGUF are {kind} already; another format of as few bits may look better than it is")
+    if int(ids.max()) >= loaded_vocabulary(model) or int(eval_ids.max()) >= loaded_vocabulary(model):
+        raise UserError(
+            f"the tokenizer of {config.model!r} makes token ids up to {int(max(ids.max(), eval_ids.max()))}, but the model's embedding "
+            f"has {loaded_vocabulary(model)} rows: they do not belong together"
+        )
+    check_finite(model)
     say(f"computing in {load.dtype_name(config.dtype, config.device)} on {config.device}; run folder {run.path}")
-    make_folder(run.path)
     fingerprint = Fingerprint(
         model_fingerprint(model), text_fingerprint(ids), config.seed, len(ids), ids.shape[1],
         load.dtype_name(config.dtype, config.device), config.include,
     )  # fmt: skip
+    existing(run.path, fingerprint)
+    make_folder(run.path)
+    run.describe(_description(plan))
     with clock.stage("profile", "profiling") as progress:
         profile = make_profile(model, units, plan.candidates, ids, fingerprint, run.path, config.batch, progress, say)
-    run.describe(_description(plan))
     if peak := peak_bytes():
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         say(f"peak memory of the process {peak / 2**30:.2f} GiB, of which the model is {held / 2**30:.2f} GiB")
     return Profiled(plan, model, ids, eval_ids, own_bos(tokenizer), profile, run, clock)
+
+
+def loaded_vocabulary(model: PreTrainedModel) -> int:
+    """Number of rows of the input embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _description(plan: Plan) -> dict[str, Any]:

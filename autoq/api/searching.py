@@ -216,6 +216,6 @@ def _warnings(
     if chosen_cells:
         unit, fmt, ratio = chosen_cells[0]
         found.append(
-            f"{len(chosen_cells)} chosen cells carry a few outliers (most: {unit} {fmt}, whose plain mean is {ratio:.2g} x the steady estimate)"
+            f"{len(chosen_cells)} chosen cells have a plain mean far from the steady estimate (most: {unit} {fmt}, {ratio:.2g} x): more samples would tell"
         )
     return tuple(found)

@@ -102,7 +102,7 @@ def kv_format(name: str) -> KVFormat:
     for option in options:
         key = option.rstrip("0123456789")
         count = option[len(key) :]
-        if key not in ("residual", "sink") or not count:
+        if key not in ("residual", "sink") or not 1 <= len(count) <= 9:
             raise unknown("KV option", option, ["residual128", "sink4"])
         found = replace(found, residual=int(count)) if key == "residual" else replace(found, sink=int(count))
     return replace(found, name=name)

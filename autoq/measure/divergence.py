@@ -19,6 +19,8 @@ from autoq.model.head import Head, hidden_states
 from autoq.model.quantized import Assignment, quantized
 from autoq.model.units import ModelUnits
 
+Forward = Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -91,12 +93,18 @@ class Yardstick:
         with quantized(self.model, self.units, assignment):
             return self.measure_as_is(progress)
 
-    def measure_as_is(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Divergence:
-        """Measure the model as it stands against the original kept at construction."""
+    def measure_as_is(
+        self, progress: Callable[[int, int], None] = lambda done, total: None, forward: Forward = hidden_states
+    ) -> Divergence:
+        """Measure the model as it stands against the original kept at construction.
+
+        Args:
+            forward: makes hidden states [batch, tokens, hidden] of ids [batch, tokens]; by default in one pass, without a cache.
+        """
         rows: list[tuple[np.ndarray, ...]] = []
         with torch.no_grad():
             for part, original in zip(self.ids.split(self.batch), self.hidden, strict=True):
-                changed = hidden_states(self.model, part.to(self.model.device))
+                changed = forward(self.model, part.to(self.model.device))
                 for row in range(len(part)):
                     rows.append(self._window(part[row].to(changed.device), original[row].to(changed.device), changed[row]))
                 progress(len(rows), len(self.ids))

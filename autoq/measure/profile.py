@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from autoq.errors import AutoqError, UserError
 from autoq.measure.damage import Candidates, DamageScorer
 from autoq.model.units import ModelUnits
+from autoq.run_folder import replacing, write_atomically
 
 FILE = "profile.safetensors"
 ADDITION = "profile-addition"  # formats that join a finished profile, until they are all scored
@@ -111,12 +111,9 @@ class Profile:
             "uniform_kl": self.uniform_kl,
         }
         run.mkdir(parents=True, exist_ok=True)
-        part = run / (FILE + ".part")
-        save_file(tensors, part, metadata={"autoq": json.dumps(meta)})
-        os.replace(part, run / FILE)
-        words = run / "profile.json.part"
-        words.write_text(json.dumps(meta, indent=1) + "\n")
-        os.replace(words, run / "profile.json")
+        with replacing(run / FILE) as part:
+            save_file(tensors, part, metadata={"autoq": json.dumps(meta)})
+        write_atomically(run / "profile.json", json.dumps(meta, indent=1) + "\n")
 
     @staticmethod
     def load(run: Path) -> Profile:
@@ -128,20 +125,32 @@ class Profile:
             with safe_open(path, framework="pt") as stored:
                 meta = json.loads(stored.metadata()["autoq"])
                 rows = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"the profile {str(path)!r} cannot be read ({error}): delete it and profile again") from error
-        if meta["version"] != VERSION:
-            raise UserError(f"the profile {str(path)!r} is of version {meta['version']}, this autoq reads {VERSION}: profile again")
+            if meta["version"] == VERSION:
+                return Profile._of(meta, rows)
+        except (SafetensorError, AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
+            raise UserError(
+                f"the profile {str(path)!r} cannot be read ({type(error).__name__}: {error}): delete it and profile again"
+            ) from error
+        raise UserError(f"the profile {str(path)!r} is of version {meta['version']}, this autoq reads {VERSION}: profile again")
+
+    @staticmethod
+    def _of(meta: dict[str, Any], rows: dict[str, torch.Tensor]) -> Profile:
         made = meta["fingerprint"]
-        return Profile(
+        profile = Profile(
             fingerprint=Fingerprint(**{**made, "include": tuple(made["include"])}),
             samples={u: dict(zip(f, rows[u], strict=True)) if f else {} for u, f in meta["formats"].items()},
-            relative_error=meta["relative_error"],
-            absmax=meta["absmax"],
-            squared_norm=meta["squared_norm"],
+            relative_error={u: {f: float(e) for f, e in by.items()} for u, by in meta["relative_error"].items()},
+            absmax={u: float(v) for u, v in meta["absmax"].items()},
+            squared_norm={u: float(v) for u, v in meta["squared_norm"].items()},
             uniform_kl={key: UniformKL(*found) for key, found in meta["uniform_kl"].items()},
-            done=meta["done"],
+            done=int(meta["done"]),
         )
+        sequences = profile.fingerprint.sequences
+        if not 0 <= profile.done <= sequences:
+            raise ValueError(f"{profile.done} of {sequences} sequences are done")
+        if any(s.shape != (sequences,) for by_format in profile.samples.values() for s in by_format.values()):
+            raise ValueError(f"a row of samples is not {sequences} long")
+        return profile
 
 
 def make_profile(
@@ -159,11 +168,7 @@ def make_profile(
 
     Raises UserError if `run` holds a profile of something else.
     """
-    have = Profile.load(run) if (run / FILE).is_file() else None
-    if have is not None and (changed := have.fingerprint.difference(fingerprint)):
-        raise UserError(
-            f"{str(run)!r} holds a profile of another {' and '.join(changed)}: choose another --run folder, or delete {FILE} there"
-        )
+    have = existing(run, fingerprint)
     profile = have or Profile(fingerprint)
     if profile.complete or profile.done == 0:
         missing = _missing(profile, units, candidates)
@@ -184,7 +189,19 @@ def make_profile(
     say(f"going on after sequence {profile.done} of {fingerprint.sequences}")
     scored = _scored(profile, units, candidates)
     _run(model, units, scored, ids, profile, run, batch, progress)
+    if not _any(_missing(profile, units, candidates)):
+        return profile
     return make_profile(model, units, candidates, ids, fingerprint, run, batch, progress, say)
+
+
+def existing(run: Path, fingerprint: Fingerprint) -> Profile | None:
+    """Return the profile in a run folder, or None; raises UserError if it is of something else."""
+    have = Profile.load(run) if (run / FILE).is_file() else None
+    if have is not None and (changed := have.fingerprint.difference(fingerprint)):
+        raise UserError(
+            f"{str(run)!r} holds a profile of another {' and '.join(changed)}: choose another --run folder, or delete {FILE} there"
+        )
+    return have
 
 
 def _run(

@@ -56,7 +56,7 @@ class WeightScorer:
         self.formats = formats
         # [matrices, inputs, outputs]
         view = weight.detach().reshape(-1, *weight.shape[-2:])
-        self.weight = view if tensor.layout in ("conv1d", "experts_transposed") else view.transpose(1, 2)
+        self.weight = view if tensor.is_transposed else view.transpose(1, 2)
         self.inputs, self.outputs = self.weight.shape[1:]
         largest_block = max((f.block or 1) for f in formats)
         ragged = any(f.block and self.inputs % f.block for f in formats)
@@ -105,7 +105,7 @@ class WeightScorer:
     def score_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return u [formats, 1] from the gradient of the whole tensor for one sequence, in the tensor's own shape."""
         view = gradient.reshape(-1, *gradient.shape[-2:])
-        view = view if self.tensor.layout in ("conv1d", "experts_transposed") else view.transpose(1, 2)
+        view = view if self.tensor.is_transposed else view.transpose(1, 2)
         total = torch.zeros(len(self.formats), 1, dtype=torch.float32, device=gradient.device)
         for piece in self.pieces:
             total += self._score_piece(piece, view[piece.matrix, :, piece.rows].to(torch.float32).unsqueeze(0))

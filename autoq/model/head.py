@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from autoq.errors import AutoqError
 
@@ -46,7 +47,7 @@ class Head:
         yield from (slice(i, min(i + step, tokens)) for i in range(0, tokens, step))
 
 
-def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states [batch, tokens, hidden] that the output embedding reads."""
-    hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+    """Return the hidden states [batch, tokens, hidden] that the output embedding reads; with a cache, ids go on after its tokens."""
+    hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=cache is not None, past_key_values=cache).last_hidden_state
     return hidden

@@ -55,7 +55,8 @@ def attend_mixed(
         return t.repeat_interleave(groups, dim=1) if groups > 1 else t
 
     raw, rounded = query @ spread(key).transpose(2, 3), query @ spread(quantized_key).transpose(2, 3)
-    scores = torch.where(key_pairs, rounded, raw).to(torch.float32) * scaling
+    scores = torch.where(key_pairs, rounded, raw)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:

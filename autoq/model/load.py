@@ -140,6 +140,8 @@ def pick_device(device: str) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device!r} cannot be used here ({_reason(error)}): try cpu or auto") from error
+    if torch.device(device).type == "meta":
+        raise UserError("--device meta holds no values: try cpu or auto")
     return device
 
 
@@ -174,8 +176,8 @@ def _dtype(dtype: str, device: str) -> torch.dtype:
 def _reason(error: BaseException) -> str:
     if isinstance(error, AutoqError):
         return str(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= 300 else words[:297] + "..."
 
 
 @contextmanager

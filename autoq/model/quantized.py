@@ -49,11 +49,11 @@ def quantized(model: PreTrainedModel, units: ModelUnits, assignment: Assignment)
             for tensor in unit.tensors:
                 parameter = model.get_parameter(tensor.parameter)
                 kept[parameter] = parameter.data
-                transposed = tensor.layout in ("conv1d", "experts_transposed")
-                parameter.data = codec.fake_quantize_weight(parameter.data, fmt, transposed, assignment.importance.get(tensor.name))
+                importance = assignment.importance.get(tensor.name)
+                parameter.data = codec.fake_quantize_weight(parameter.data, fmt, tensor.is_transposed, importance)
                 if fmt.activation is not None and not tensor.layout.startswith("experts"):
                     module = model.get_submodule(tensor.name)
-                    stack.callback(module.register_forward_pre_hook(_quantize_input(fmt.activation)).remove)
+                    stack.callback(module.register_forward_pre_hook(quantize_input(fmt.activation)).remove)
         if any(not f.is_original for f in assignment.caches.values()):
             stack.enter_context(intercepted(model, _handler(model, units, assignment)))
         yield model
@@ -64,7 +64,9 @@ def _restore(kept: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         parameter.data = data
 
 
-def _quantize_input(fmt: Format) -> Any:
+def quantize_input(fmt: Format) -> Any:
+    """Return a forward pre-hook that rounds a layer's input, every token dynamically."""
+
     def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (codec.fake_quantize_activation(inputs[0], fmt), *inputs[1:])
 

@@ -10,6 +10,7 @@ import ast
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,7 +184,8 @@ def _file_documents(path: Path) -> Iterator[str]:
 
     kind = "parquet" if path.suffix == ".parquet" else "json"
     try:
-        rows = datasets.load_dataset(kind, data_files=str(path), split="train")
+        with _quiet_datasets():
+            rows = datasets.load_dataset(kind, data_files=str(path), split="train")
     except Exception as error:
         raise UserError(f"cannot read the text {str(path)!r} as {kind}: {_first_line(error)}") from error
     yield from _text_column(rows, str(path))
@@ -195,7 +197,8 @@ def _hub_documents(name: str) -> Iterator[str]:
     body, _, split = name.partition("@")
     dataset, _, config = body.partition(":")
     try:
-        rows = datasets.load_dataset(dataset, config or None, split=split or "train")
+        with _quiet_datasets():
+            rows = datasets.load_dataset(dataset, config or None, split=split or "train")
     except Exception as error:
         raise UserError(
             f"cannot load the dataset {name!r} ({_first_line(error)}): give a local {'/'.join(FILE_SUFFIXES)} file, "
@@ -216,5 +219,23 @@ def _text_column(rows: Any, name: str) -> Iterator[str]:
             yield row
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error  # `datasets` wraps what really happened
+    words = " ".join(str(cause).split())
+    return words[:200] if words else "it holds nothing" if isinstance(cause, StopIteration) else type(cause).__name__
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Keep the bars and the log of `datasets` out of ours."""
+    import datasets
+
+    bars, level = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    try:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()

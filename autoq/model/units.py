@@ -60,9 +60,14 @@ class WeightTensor:
         return math.prod(self.shape)
 
     @property
+    def is_transposed(self) -> bool:
+        """True if the tensor is stored [..., inputs, outputs]."""
+        return self.layout in ("conv1d", "experts_transposed")
+
+    @property
     def matrix_shape(self) -> tuple[int, ...]:
         """[..., rows (outputs), width (inputs)]: the shape as formats see it."""
-        if self.layout in ("conv1d", "experts_transposed"):
+        if self.is_transposed:
             return (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return self.shape
 

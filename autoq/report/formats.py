@@ -42,13 +42,15 @@ def _row(kind: str, name: str, fmt: Format | KVFormat, bits: float) -> dict[str,
 def format_table() -> Table:
     """Return the catalog."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    columns = ("kind", "name", "element", "block", "along", "scale", "rule", "activations", "bits")
+    columns = ("name", "element", "block", "along", "scale", "rule", "activations", "bits")
     for name in columns:
-        table.add_column(name, justify="right" if name in ("bits", "block") else "left", no_wrap=True)
+        whole = name in ("name", "block", "bits")  # what a narrow terminal must not cut
+        table.add_column(name, justify="right" if name in ("bits", "block") else "left", no_wrap=whole, overflow="fold")
     kind = None
     for row in format_rows():
-        if kind is not None and row["kind"] != kind:
-            table.add_row()
-        kind = row["kind"]
+        if row["kind"] != kind:
+            kind = row["kind"]
+            table.add_section()
+            table.add_row(f"[dim]{'weights' if kind == 'weight' else 'KV cache'}[/]")
         table.add_row(*(f"{row[c]:.4f}" if c == "bits" else str(row[c]) for c in columns))
     return table

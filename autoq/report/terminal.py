@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from autoq.api import FrontResult, SearchResult
+    from autoq.api import FrontResult, SearchResult, Validation
     from autoq.search.front import FrontPoint
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -111,11 +111,12 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
 
 
 def _next_steps(result: SearchResult) -> RenderableType:
+    budget = "--budget 5bits" if result.recipe.budget.weights else "--kv-budget 5bits"
     steps = Table.grid(padding=(0, 2))
     steps.add_row(f"autoq show {result.recipe_path}", Text("this recipe again", style="dim"))
     steps.add_row(f"autoq front {result.run}", Text("what other budgets would cost", style="dim"))
     steps.add_row(
-        " ".join(f"autoq search {result.options} --run {result.run} --budget 5bits".split()),
+        " ".join(f"autoq search {result.options} --run {result.run} {budget}".split()),
         Text("another budget from the same profile", style="dim"),
     )
     return Group(Text("next", style="bold"), steps)
@@ -199,7 +200,7 @@ def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str)
 def uniform_table(result: SearchResult) -> RenderableType:
     """Return the recipe beside the uniform formats of no more bits."""
     table = Table(
-        title="measured, beside uniform formats of no more bits",
+        title="measured, beside uniform formats within the budget",
         title_justify="left",
         title_style="bold",
         box=None,
@@ -260,3 +261,24 @@ def memory_table(rows: list[dict[str, Any]]) -> RenderableType:
             size(row["total_bytes"]),
         )
     return table
+
+
+def validation(result: Validation) -> RenderableType:
+    """Return what `autoq validate` prints."""
+    entry, measured = result.entry, result.recipe.measured
+    lines = Table.grid(padding=(0, 2))
+    lines.add_row("kernels", f"{entry.kernels}")
+    lines.add_row(
+        "packed", f"{entry.tensors} tensors of {entry.units} units; {entry.differing} differ from the reference or the cost model"
+    )
+    for name, held, before in (
+        ("weights", entry.weight_bytes, entry.weight_bytes_original), ("KV cache", entry.cache_bytes, entry.cache_bytes_original),
+    ):  # fmt: skip
+        lines.add_row(name, f"{size(held)}, in 16 bit {size(before)} ({held / max(1, before):.3f} x)")
+    searched = f"the search measured {nats(measured.kl)} ± {nats(measured.kl_stderr)}" if measured else ""
+    lines.add_row("KL", f"{nats(entry.kl)} ± {nats(entry.kl_stderr)} nats per token; {searched}")
+    lines.add_row("top-1 agreement", f"{100 * entry.top1_agreement:.1f} %")
+    lines.add_row("perplexity", f"{result.divergence.perplexity_original:.3f} before, {entry.perplexity:.3f} after")
+    lines.add_row("greedy generation", f"{100 * entry.greedy_agreement:.0f} % of the tokens before the first that differs")
+    verdict = Text("passed", style="bold green") if entry.passed else Text("failed", style="bold red")
+    return Group(Text(f"validation of {result.recipe_path}", style="bold"), lines, verdict)

@@ -1,0 +1,195 @@
+"""Validate a recipe: pack it with the real kernels, check every byte, and measure the model that runs on the bytes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoq import recipe as recipes
+from autoq.api.applying import recipe_assignment
+from autoq.cost.bits import weight_cost
+from autoq.errors import UserError
+from autoq.formats.format import Format
+from autoq.kernels.launch import where
+from autoq.measure.divergence import Divergence, Yardstick
+from autoq.measure.profile import model_fingerprint
+from autoq.model import load
+from autoq.model.head import hidden_states
+from autoq.model.packed import PackedTensor, packed_weights
+from autoq.model.packed_cache import QuantizedKVCache, kernels
+from autoq.model.quantized import Assignment, quantized
+from autoq.model.text import sequences, text_sources
+from autoq.model.units import find_units
+from autoq.report.progress import Clock, Reporter, Silent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+CHUNK = 64  # tokens of a prefill step
+DECODED = 8  # tokens at the end of a window that are decoded one by one
+GENERATED = 16  # tokens generated greedily after a prompt
+PROMPTS, PROMPT = 4, 32
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a validation found.
+
+    Attributes:
+        problems: what is wrong, in words; empty when the recipe passed.
+        tensors: what every packed tensor showed.
+    """
+
+    recipe: recipes.Recipe
+    recipe_path: Path
+    entry: recipes.ValidationEntry
+    divergence: Divergence
+    tensors: tuple[PackedTensor, ...]
+    problems: tuple[str, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `autoq validate --json` prints."""
+        return {
+            "recipe": str(self.recipe_path),
+            **self.entry.model_dump(),
+            "measured_kl": self.recipe.measured.kl if self.recipe.measured else None,
+            "problems": list(self.problems),
+            "seconds": self.seconds,
+        }
+
+
+def validate(
+    path: Path, model: str | None = None, sample: int | None = None, seed: int = 0, reporter: Reporter | None = None
+) -> Validation:
+    """Pack, check, run and measure a recipe, and write a `validation` block into its file.
+
+    Args:
+        model: the model the recipe is for; by default the one it names.
+        sample: pack only so many units with the kernels, drawn by `seed`; the others are rounded by the reference.
+
+    Raises UserError for a recipe of another model, or one that was never measured.
+    """
+    clock = Clock(reporter or Silent())
+    recipe = recipes.read_recipe(path)
+    if recipe.measured is None:
+        raise UserError(f"the recipe {str(path)!r} has no measured block to be compared with: `autoq search` writes one")
+    if sample is not None and sample < 1:
+        raise UserError(f"--sample is {sample}, but must be at least 1")
+    with clock.stage("load", "loading the model"):
+        source = load.model_source(model or recipe.model.id)
+        device = load.pick_device("auto")
+        loaded = load.load_model(source, device, recipe.provenance.dtype)
+        found = model_fingerprint(loaded)
+        if found != recipe.model.fingerprint:
+            raise UserError(
+                f"the recipe was made for a model with other weights ({recipe.model.id}, {recipe.model.fingerprint}; this one is {found})"
+            )
+        _, text = text_sources(recipe.provenance.profile_text, recipe.measured.text)
+        ids = sequences(load.load_tokenizer(source), text, recipe.measured.windows, recipe.measured.tokens_per_window)
+        units = find_units(loaded, ("lm_head",) if any(e.role == "head" for e in recipe.weights.values()) else ())
+        assignment = recipe_assignment(recipe, units)
+        yardstick = Yardstick(loaded, units, ids)
+        prompts = ids[:PROMPTS, :PROMPT].to(loaded.device)
+        expected = _generate(loaded, prompts, None)
+    packed, others = _drawn(assignment.weights, sample, seed)
+    run = _PackedRun(recipe)
+    with ExitStack() as stack:
+        with clock.stage("pack", "packing weights") as progress:
+            tensors = stack.enter_context(packed_weights(loaded, units, packed, progress))
+            stack.enter_context(quantized(loaded, units, Assignment(others)))
+            _round_inputs(stack, loaded, units, packed)
+        with clock.stage("measure", "running on packed bytes") as progress:
+            divergence = yardstick.measure_as_is(progress, run)
+        with clock.stage("generate", "generating"):
+            cache = QuantizedKVCache.from_recipe(recipe, loaded.config, kernels())
+            agreement = _agreement(_generate(loaded, prompts, cache), expected)
+    wrong = [t for t in tensors if not t.is_right]
+    problems = [_describe(t) for t in wrong]
+    difference = divergence.mean_kl - recipe.measured.kl
+    allowed = max(recipe.measured.kl_stderr, 3 * recipe.measured.noise_floor)
+    if abs(difference) > allowed:
+        problems.append(
+            f"the measured KL is {divergence.mean_kl:.6g}, but the search measured {recipe.measured.kl:.6g} ± {recipe.measured.kl_stderr:.2g}"
+        )
+    entry = recipes.ValidationEntry(
+        kernels=where(), passed=not problems, units=len({t.unit for t in tensors}), tensors=len(tensors), differing=len(wrong),
+        weight_bytes=-(-weight_cost(units, assignment.weights).whole_bits // 8), weight_bytes_original=2 * units.parameters,
+        cache_bytes=run.cache_bytes, cache_bytes_original=run.original_bytes,
+        kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr), top1_agreement=_round(divergence.top1_agreement),
+        perplexity=_round(divergence.perplexity), greedy_agreement=_round(agreement),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )  # fmt: skip
+    recipe = recipe.model_copy(update={"validation": entry})
+    recipe.write(path)
+    return Validation(recipe, path, entry, divergence, tuple(tensors), tuple(problems), clock.seconds)
+
+
+class _PackedRun:
+    """A forward pass through a packed cache: prefill in chunks, the end token by token. Notes the bytes held."""
+
+    def __init__(self, recipe: recipes.Recipe) -> None:
+        self.recipe = recipe
+        self.cache_bytes = self.original_bytes = 0
+
+    def __call__(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        cache = QuantizedKVCache.from_recipe(self.recipe, model.config, kernels())
+        prefill = max(0, ids.shape[1] - DECODED)
+        steps = [*ids[:, :prefill].split(cache.steps(prefill, CHUNK), dim=1), *ids[:, prefill:].split(1, dim=1)]
+        hidden = torch.cat([hidden_states(model, step, cache) for step in steps if step.shape[1]], dim=1)
+        self.cache_bytes = max(self.cache_bytes, cache.nbytes)
+        values = sum(2 * side.values_held for layer in cache.packed_layers for side in (layer.key, layer.value))
+        self.original_bytes = max(self.original_bytes, values)
+        return hidden
+
+
+def _drawn(formats: Mapping[str, Format], sample: int | None, seed: int) -> tuple[dict[str, Format], dict[str, Format]]:
+    """Return (units that the kernels pack, the rest)."""
+    names = sorted(name for name, fmt in formats.items() if not fmt.is_original)
+    chosen = set(names if sample is None else random.Random(seed).sample(names, min(sample, len(names))))
+    return {n: formats[n] for n in chosen}, {n: f for n, f in formats.items() if n not in chosen}
+
+
+def _round_inputs(stack: ExitStack, model: PreTrainedModel, units: Any, packed: Mapping[str, Format]) -> None:
+    """Round the inputs of the packed layers whose format quantizes them too."""
+    from autoq.model.quantized import quantize_input
+
+    for unit in units.weights:
+        fmt = packed.get(unit.name)
+        if fmt is not None and fmt.activation is not None:
+            for tensor in unit.tensors:
+                hook = quantize_input(fmt.activation)
+                stack.callback(model.get_submodule(tensor.name).register_forward_pre_hook(hook).remove)
+
+
+def _generate(model: PreTrainedModel, prompts: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, do_sample=False, max_new_tokens=GENERATED,
+            min_new_tokens=GENERATED, pad_token_id=0,
+        )  # fmt: skip
+    return found[:, prompts.shape[1] :]
+
+
+def _agreement(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Share of the tokens before the first that differs, averaged over the prompts."""
+    return float((found == expected).cumprod(dim=1).float().mean())
+
+
+def _describe(tensor: PackedTensor) -> str:
+    words = [f"kernel and reference differ in {', '.join(tensor.differs)}"] if tensor.differs else []
+    if tensor.stored_bits != tensor.priced_bits:
+        words.append(f"it takes {tensor.stored_bits / 8:g} bytes, the cost model counts {tensor.priced_bits / 8:g}")
+    return f"{tensor.unit} ({tensor.tensor}, {tensor.format}): {'; '.join(words)}"
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,97 @@
+"""`autoq validate`: the real kernels, every byte, a packed cache, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoq.api import validating
+from autoq.model import packed as packing
+from autoq.recipe import read_recipe
+from tests.conftest import run_autoq
+
+
+@pytest.fixture
+def recipe_copy(demo_search: dict[str, Any], tmp_path: Path) -> Path:
+    return Path(shutil.copy(Path(demo_search["cwd"], demo_search["json"]["recipe"]), tmp_path / "recipe.yaml"))
+
+
+def test_the_demo_recipe_passes_and_says_so_in_the_recipe(recipe_copy: Path) -> None:
+    before = read_recipe(recipe_copy)
+    done = run_autoq("validate", str(recipe_copy), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert found["differing"] == 0
+    assert found["units"] == sum(e.format != "bf16" for e in before.weights.values())
+    assert found["weight_bytes"] == before.totals.weight_bytes
+    assert found["cache_bytes"] < 0.4 * found["cache_bytes_original"]
+    assert found["kl"] == pytest.approx(found["measured_kl"], rel=0.02)
+    assert 0 <= found["greedy_agreement"] <= 1
+    after = read_recipe(recipe_copy)
+    assert after.validation is not None
+    assert after.validation.kl == found["kl"]
+    assert after.model_copy(update={"validation": None}) == before
+
+
+def test_a_sample_packs_only_some_units_and_measures_all(recipe_copy: Path) -> None:
+    done = run_autoq("validate", str(recipe_copy), "--sample", "2")
+    assert done.returncode == 0, done.stderr
+    assert "of 2 units; 0 differ" in done.stdout
+    assert "passed" in done.stdout
+
+
+def test_a_kernel_that_differs_fails_and_names_the_unit(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = packing.encode
+
+    def wrong(*arguments: Any) -> Any:
+        found = encode(*arguments)
+        found.codes[0, 0] ^= 1
+        return found
+
+    monkeypatch.setattr(packing, "encode", wrong)
+    done = run_autoq("validate", str(recipe_copy), "--sample", "1")
+    assert done.returncode == 1
+    assert "kernel and reference differ in codes, values" in done.stderr
+    assert "model.layers." in done.stderr
+    entry = read_recipe(recipe_copy).validation
+    assert entry is not None
+    assert not entry.passed
+
+
+def test_a_kl_that_the_search_did_not_measure_fails(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = validating._PackedRun.__call__
+
+    def noisy(self: Any, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return run(self, model, ids) * 1.05
+
+    monkeypatch.setattr(validating._PackedRun, "__call__", noisy)
+    done = run_autoq("validate", str(recipe_copy), "--sample", "1")
+    assert done.returncode == 1
+    assert "but the search measured" in done.stderr
+
+
+def test_bytes_that_the_cost_model_does_not_count_fail(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = packing.pack_tensor
+
+    def longer(*arguments: Any) -> Any:
+        weight, bits, differs = pack(*arguments)
+        return weight, bits + 8, differs
+
+    monkeypatch.setattr(packing, "pack_tensor", longer)
+    done = run_autoq("validate", str(recipe_copy), "--sample", "1")
+    assert done.returncode == 1
+    assert "the cost model counts" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(["--sample", "0"], "--sample is 0"), (["--model", "nowhere/x"], "nowhere/x")])
+def test_mistakes(recipe_copy: Path, arguments: list[str], says: str) -> None:
+    done = run_autoq("validate", str(recipe_copy), *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stdout == ""
