@@ -47,7 +47,7 @@ def test_a_sample_packs_only_some_units_and_measures_all(recipe_copy: Path) -> N
 
 
 def test_a_kernel_that_differs_fails_and_names_the_unit(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = packing.encode
+    from autoq.kernels.encode import encode
 
     def wrong(*arguments: Any) -> Any:
         found = encode(*arguments)

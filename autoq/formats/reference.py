@@ -251,8 +251,9 @@ def _power_of_two_scales(fmt: Format, absmax: torch.Tensor) -> Iterator[Scales]:
     """E8M0 scales: OCP MX 1.0, section 6.3 (floor); `ceil` never clips; `even` rounds absmax's mantissa first."""
     assert isinstance(fmt.element, FloatElement)
     if fmt.rule == "ceil":
-        mantissa, exponent = torch.frexp(absmax / fmt.element.largest)
-        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        bits = (absmax / fmt.element.largest).view(torch.int32)
+        field, mantissa = bits >> 23, bits & 0x7FFFFF
+        exponent = field - 127 + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)  # ceil(log2), subnormal numbers too
     elif fmt.rule == "even":
         half = 1 << (22 - fmt.element.mantissa_bits)
         exponent = ((absmax.view(torch.int32) + half) >> 23) - 127 - fmt.element.max_exponent  # may pass the largest float32

@@ -8,11 +8,15 @@ import torch
 from autoq.formats import reference
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import Format
-from autoq.formats.reference import Packed
+from autoq.formats.reference import Packed, Scales
 from autoq.kernels.decode import decode
 from autoq.kernels.encode import encode
+from autoq.kernels.launch import interpreted
 
 FORMATS = [f for f in WEIGHT_FORMATS.values() if not f.is_original and f.activation is None]
+
+
+DEVICE = torch.device("cpu" if interpreted() else "cuda")  # the same tests run on a GPU where there is one
 
 
 def cases(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -35,11 +39,20 @@ def cases(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.where(torch.isfinite(x.to(dtype)), x, 0.0).to(dtype) for name, x in found.items()}
 
 
+def on_device(packed: Packed) -> Packed:
+    def moved(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.to(DEVICE)
+
+    assert packed.scales is not None
+    scales = Scales(packed.scales.block.to(DEVICE), moved(packed.scales.zero), moved(packed.scales.tensor))
+    return Packed(packed.fmt, packed.shape, packed.codes.to(DEVICE), scales, moved(packed.zeros))
+
+
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Equal in every bit, the sign of zero too."""
     if a is None or b is None:
         return a is b
-    bits = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+    bits = [t.cpu().contiguous().flatten().view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
@@ -48,7 +61,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def test_encode_and_decode_equal_the_reference(fmt: Format, dtype: torch.dtype) -> None:
     for name, x in cases(dtype).items():
         expected = reference.encode(fmt, x)
-        found = encode(fmt, x)
+        found = encode(fmt, x.to(DEVICE))
         assert expected.scales is not None
         assert found.scales is not None
         assert same(found.scales.block, expected.scales.block), name
@@ -70,14 +83,14 @@ def test_every_code_decodes_as_in_the_reference() -> None:
             packed = reference.encode(fmt, x)
             codes = torch.arange(packed.codes.numel()).view(packed.codes.shape) * 37 % 256
             every = Packed(fmt, packed.shape, codes.to(torch.uint8), packed.scales, packed.zeros)
-            assert same(decode(every), reference.decode(every)), fmt.name
+            assert same(decode(on_device(every)), reference.decode(every)), fmt.name
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("nvfp4", 0.0085, 0.0095), ("nvfp4_4over6", 0.0071, 0.0081),
                          ("nvfp4_lsq", 0.0061, 0.0071), ("int4_g128", 0.0131, 0.0145)])  # fmt: skip
 def test_the_error_on_gaussian_values_is_the_formats_own(name: str, least: float, most: float) -> None:
     """A wrong scale layout looks plausible but has another error: relative squared error within 6 % of the known one."""
-    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     fmt = WEIGHT_FORMATS[name]
     error = float((decode(encode(fmt, x)) - x).square().sum() / x.square().sum())
     assert least < error < most
