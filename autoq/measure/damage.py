@@ -1,8 +1,10 @@
 """Predict, in nats of KL per token, what storing each weight and each K and V cache in each format would cost.
 
 One forward and one backward pass per batch score everything (method: the exact Fisher information of the model's own
-predictive distribution; labels are drawn from the model, one per position). For a tensor X that a format turns into Q(X),
-u = <dL/dX, Q(X) - X> per sequence, and the damage is the mean over sequences of u^2 / (2 T).
+predictive distribution; labels are drawn from the model, one per position). For a tensor X that a format turns into Q(X), the
+damage is the mean over sequences of <dL/dX, Q(X) - X>^2 / (2 T). Rounding errors of different input channels of a weight, and of
+different tokens and heads of a cache, are independent, so that their inner products are squared apart and then added: the same
+expectation, far less spread.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class DamageScorer:
     candidates: Candidates
     workspace: Workspace = field(default_factory=Workspace, init=False)
     row: int | None = field(default=None, init=False)  # the sequence whose logits are being made, inside label_gradient
+    head_parts: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     weights: dict[str, WeightScorer] = field(default_factory=dict)
     caches: dict[str, KVScorer] = field(default_factory=dict)
 
@@ -76,6 +79,8 @@ class DamageScorer:
 
     def score(self, ids: torch.Tensor, seeds: list[int]) -> dict[str, torch.Tensor]:
         """Return, for every unit, u [formats, batch] of the sequences ids [batch, tokens]; one seed a sequence draws its labels.
+
+        u is the root of the summed squares, so that the damage is the mean of u^2 / (2 T).
 
         Raises AutoqError when the hidden states are not finite.
         """
@@ -93,7 +98,10 @@ class DamageScorer:
             if not torch.isfinite(hidden).all():
                 raise AutoqError("the model's hidden states are not finite on this text: try --dtype float32")
             hidden.backward(label_gradient(self.head, hidden.detach(), seeds, self._at_row))
-        return found
+        for name, parts in self.head_parts.items():
+            found[name].add_(parts.square().sum(0).T)
+        self.head_parts.clear()
+        return {name: squares.sqrt_() for name, squares in found.items()}
 
     def _at_row(self, row: int | None) -> None:
         self.row = row
@@ -107,7 +115,7 @@ class DamageScorer:
             stack.callback(lambda: [p.requires_grad_(trained[n]) for n, p in self.model.named_parameters()])
             self.model.requires_grad_(False)
             stack.callback(embedding.register_forward_hook(lambda _m, _i, out: out.detach().requires_grad_()).remove)
-            self._listen_to_embedding(stack, ids, found)
+            self._listen_to_embedding(stack, ids)
             for unit in self.units.weights:
                 for tensor in unit.tensors if self.candidates.for_unit(unit) else ():
                     self._listen_to_weight(stack, unit, tensor, len(ids), found[unit.name])
@@ -129,7 +137,7 @@ class DamageScorer:
 
             def take(p: torch.Tensor) -> None:
                 assert p.grad is not None
-                found.add_(scorer().score_gradient(p.grad))
+                found.add_(scorer().score_gradient(p.grad).square().sum(0).T)
                 p.grad = None
 
             parameter.requires_grad_(True)
@@ -139,8 +147,12 @@ class DamageScorer:
         def listen(x: torch.Tensor, dy: torch.Tensor) -> None:
             sequences = batch if self.row is None else 1
             x, dy = (t.reshape(sequences, -1, t.shape[-1]) for t in (x, dy))
+            parts = scorer().score(x, dy)
+            if self.row is None:
+                found.add_(parts.square().sum(0).T)
+            else:  # the head sees a sequence in several slices, and a tied embedding adds to the same weight
+                self._head_parts(unit.name, parts, batch)[:, self.row : self.row + 1] += parts
             into = found if self.row is None else found[:, self.row : self.row + 1]
-            into.add_(scorer().score(x, dy))
             self._add_activations(into, formats, tensor, parameter, x, dy)
 
         def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
@@ -148,7 +160,13 @@ class DamageScorer:
 
         stack.callback(self.model.get_submodule(tensor.name).register_forward_hook(hook).remove)
 
-    def _listen_to_embedding(self, stack: ExitStack, ids: torch.Tensor, found: dict[str, torch.Tensor]) -> None:
+    def _head_parts(self, unit: str, like: torch.Tensor, batch: int) -> torch.Tensor:
+        """Return what is summed up for a weight that is reached in several goes, [inputs, batch, formats]."""
+        if unit not in self.head_parts:
+            self.head_parts[unit] = like.new_zeros(like.shape[0], batch, like.shape[2])
+        return self.head_parts[unit]
+
+    def _listen_to_embedding(self, stack: ExitStack, ids: torch.Tensor) -> None:
         """Where the input embedding is scored too (a tied head), add its part: a gradient row per token."""
         embedding = self.model.get_input_embeddings()
         name = next((n for n, p in self.model.named_parameters(remove_duplicate=False) if p is embedding.weight), "")
@@ -161,7 +179,8 @@ class DamageScorer:
                     for row in range(len(ids)):
                         whole = torch.zeros(tensor.shape, dtype=torch.float32, device=gradient.device)
                         whole.index_add_(0, ids[row], gradient[row].to(torch.float32))
-                        found[unit.name][:, row : row + 1] += self.weights[tensor.name].score_gradient(whole)
+                        parts = self.weights[tensor.name].score_gradient(whole)
+                        self._head_parts(unit.name, parts, len(ids))[:, row : row + 1] += parts
 
                 def hook(_m: torch.nn.Module, _i: Any, out: torch.Tensor, listen: Any = listen) -> None:
                     out.register_hook(listen)
@@ -177,14 +196,14 @@ class DamageScorer:
         x: torch.Tensor,
         dy: torch.Tensor,
     ) -> None:
-        """Add <dL/dx, Q(x) - x> to the formats that quantize the layer's input too."""
+        """Add the squares of <dL/dx, Q(x) - x>, token by token, to the formats that quantize the layer's input too."""
         gradient = None
         for i, fmt in enumerate(formats):
             if isinstance(fmt, Format) and fmt.activation is not None:
                 if gradient is None:
                     gradient = dy @ (weight.detach().T if tensor.layout == "conv1d" else weight.detach())
                 delta = fake_quantize_activation(x, fmt.activation) - x
-                found[i] += (gradient * delta).sum((1, 2))
+                found[i] += (gradient * delta).sum(2).square().sum(1)
 
     def _attention_handler(self, found: dict[str, torch.Tensor]) -> Callable[..., Any]:
         by_module = {u.module: u for u in self.units.caches}

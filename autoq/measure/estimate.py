@@ -1,9 +1,10 @@
 """From samples to predicted damage: the raw mean, the steadier estimate of it, its correction and its standard error.
 
-Weights are pooled: damage(unit, format) = sensitivity of the unit x factor of the format x exact relative squared error. The
-logs of raw / error are averaged over formats for the unit's factor, the rest over units of one role for the format's factor.
-Keys and values need no pooling, their samples are sums over tokens and heads; but a single token can carry a sequence, so
-that a sequence counts for at most WINSOR times the median one.
+Nearly all of a weight cell's structure is known: damage(unit, format) = sensitivity of the unit x factor of the format x exact
+relative squared error. The logs of raw / error are averaged over formats for the unit's factor, the rest over units of one
+role for the format's factor; what remains of a cell is kept as far as two halves of the sequences agree on it. Keys and
+values are left as they are, but a single token can carry a sequence, so that a sequence counts for at most WINSOR times the
+median one.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def damage_table(
     """
     table: DamageTable = {}
     for members in _by_role(units).values():
-        pooled = estimator == "steady" and members[0].kind == "weight"
-        rows = {u.name: _mean(profile, u, skip, robust=estimator == "steady" and not pooled) for u in members}
-        table.update(_pool(profile, members, rows, _sequences(profile, skip)) if pooled else rows)
+        if estimator == "steady" and members[0].kind == "weight":
+            table.update(_steady(profile, members, skip))
+        else:
+            table.update({u.name: _mean(profile, u, skip, robust=estimator == "steady") for u in members})
     for unit in units.units if factors else ():
         row = table[unit.name]
         for fmt in row:
@@ -117,10 +119,6 @@ def _by_role(units: ModelUnits) -> dict[str, list[Unit]]:
     return roles
 
 
-def _sequences(profile: Profile, skip: int | None) -> int:
-    return profile.done - (skip is not None)
-
-
 def _mean(profile: Profile, unit: Unit, skip: int | None, robust: bool) -> dict[str, float]:
     by_format = profile.samples.get(unit.name, {})
     if not by_format:
@@ -134,29 +132,44 @@ def _mean(profile: Profile, unit: Unit, skip: int | None, robust: bool) -> dict[
     return dict(zip(by_format, damage.mean(1).tolist(), strict=True))
 
 
-def _pool(profile: Profile, members: list[Unit], raw: DamageTable, sequences: int) -> DamageTable:
-    formats = list(dict.fromkeys(f for u in members for f in raw[u.name]))
-    logs = np.full((len(members), len(formats)), np.nan)
-    errors = np.zeros_like(logs)
-    for i, unit in enumerate(members):
-        for j, fmt in enumerate(formats):
-            error = profile.relative_error.get(unit.name, {}).get(fmt, 0.0)
-            value = raw[unit.name].get(fmt, 0.0)
-            errors[i, j] = error
-            if value > 0 and error > 0:
-                logs[i, j] = math.log(value / error)
-    known = ~np.isnan(logs)
-    unit_factor = np.where(known.any(1), np.where(known, logs, 0).sum(1) / np.maximum(1, known.sum(1)), np.nan)
-    rest = np.where(known, logs - unit_factor[:, None], 0)
-    format_factor = rest.sum(0) / np.maximum(1, known.sum(0))
-    # The log of a mean of S squares of a normal variable is below the log of its expectation by log(S/2) - digamma(S/2).
-    bias = math.log(sequences / 2) - _digamma(sequences / 2)
-    pooled = np.exp(unit_factor[:, None] + format_factor[None, :] + bias) * errors
+def _steady(profile: Profile, members: list[Unit], skip: int | None) -> DamageTable:
+    """Shrink the members' raw means towards the pooled form, as far as they are noise.
+
+    The residuals of two halves of the sequences tell how much of a residual is noise and how much the cell's own
+    (James and Stein 1961): with few sequences the pooled form holds, with many the mean itself.
+    """
+    formats = list(dict.fromkeys(f for u in members for f in profile.samples.get(u.name, {})))
+    errors = np.array([[profile.relative_error.get(u.name, {}).get(f, 0.0) for f in formats] for u in members])
+    everything = [i for i in range(profile.done) if i != skip]
+    pooled, residual, raw = _pooled(profile, members, formats, errors, everything)
+    share = 0.0
+    if len(everything) >= 4:
+        halves = [_pooled(profile, members, formats, errors, everything[start::2])[1] for start in (0, 1)]
+        total, noise = float(np.nanmean(residual**2)), float(np.nanmean((halves[0] - halves[1]) ** 2)) / 4
+        share = max(0.0, 1 - noise / total) if total > 0 else 0.0
+    steady = pooled * np.exp(share * np.nan_to_num(residual))
+    found = np.where(np.isnan(residual), raw, steady)
     return {
-        u.name: {f: float(pooled[i, j]) if known[i, j] else raw[u.name][f] for j, f in enumerate(formats) if f in raw[u.name]}
+        u.name: {f: float(found[i, j]) for j, f in enumerate(formats) if f in profile.samples.get(u.name, {})}
         for i, u in enumerate(members)
     }
 
 
-def _digamma(x: float) -> float:
-    return float(torch.digamma(torch.tensor(x, dtype=torch.float64)))
+def _pooled(
+    profile: Profile, members: list[Unit], formats: list[str], errors: np.ndarray, sequences: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (pooled damage, log of raw over pooled, raw damage), each [units, formats]; NaN residuals where nothing is known."""
+    raw = np.zeros_like(errors)
+    for i, unit in enumerate(members):
+        by_format = profile.samples.get(unit.name, {})
+        if by_format:
+            u = torch.stack(list(by_format.values()))[:, sequences].to(torch.float64)
+            damage = u.square().mean(1) / (2 * profile.fingerprint.tokens)
+            raw[i, [formats.index(f) for f in by_format]] = damage.numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.where((raw > 0) & (errors > 0), np.log(raw / errors), np.nan)
+    known = ~np.isnan(logs)
+    unit_factor = np.where(known, logs, 0).sum(1, keepdims=True) / np.maximum(1, known.sum(1, keepdims=True))
+    format_factor = np.where(known, logs - unit_factor, 0).sum(0, keepdims=True) / np.maximum(1, known.sum(0, keepdims=True))
+    pooled = np.exp(unit_factor + format_factor) * errors
+    return pooled, logs - unit_factor - format_factor, raw

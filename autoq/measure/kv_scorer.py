@@ -1,8 +1,8 @@
 """Inner products of the gradients of K (or V) with what each KV format would change, per token and KV head.
 
 Rounding errors of different tokens and heads do not know of each other, so that the square of their summed inner products is
-in expectation the sum of the squares. That sum over some hundred terms is kept, as its root: the square of the sum has the
-spread of a single draw (chi-square with one degree of freedom). docs/log.md compares both.
+in expectation the sum of the squares, and that has far less spread than the square of the sum, which is a single draw
+(chi-square with one degree of freedom). docs/log.md compares both.
 
 For a format that keeps recent tokens in 16 bit only the pairs of a query and a token that it reads quantized count: the
 gradient over the other pairs is taken off first (`raw_pair_gradients`).
@@ -50,7 +50,7 @@ class KVScorer:
         )
 
     def score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
-        """Return the root of the summed squares, [formats, batch], from K or V and its gradient.
+        """Return the summed squares, [formats, batch], from K or V and its gradient.
 
         Both are [batch, KV heads, tokens, head_dim].
 
@@ -73,7 +73,7 @@ class KVScorer:
             self.squared_error[i] += float(torch.dot(delta.flatten(), delta.flatten()))
             products = delta * g
             by_token = products.sum(1) if fmt.axis == "token" else products.unflatten(2, (heads, -1)).sum(3).flatten(1)
-            scores.append(torch.linalg.vector_norm(by_token, dim=1))
+            scores.append(torch.linalg.vecdot(by_token, by_token))
         return torch.stack(scores) if scores else x.new_zeros(0, x.shape[0])
 
 

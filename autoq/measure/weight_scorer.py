@@ -1,4 +1,8 @@
-"""Inner products of a weight's gradient with what each format would change: u = <dL/dW, Q_f(W) - W>, per sequence.
+"""Inner products of a weight's gradient with what each format would change, <dL/dW, Q_f(W) - W>, per sequence and input channel.
+
+Rounding errors of different channels do not know of each other, so that the square of their summed inner products is in
+expectation the sum of the squares, and the sum of some hundred squares has far less spread than the square of one sum. Each
+channel's product is kept apart until it is squared.
 
 The weight is walked in pieces of some output rows, transposed to [inputs, rows], so that every step runs over contiguous
 rows while the piece stays in the processor's cache. Scales are chosen once and kept as stored; rounded values and
@@ -92,37 +96,39 @@ class WeightScorer:
         return values[:covered].view(-1, fmt.block, values.shape[1])
 
     def score(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """Return u [formats, batch] from the layer's input x [batch, tokens, in] and output gradient dy [batch, tokens, out]."""
-        total = torch.zeros(len(self.formats), x.shape[0], dtype=torch.float32, device=x.device)
+        """Return inner products by input channel, [matrices * inputs, batch, formats].
+
+        Args:
+            x: the layer's input [batch, tokens, in]; dy: the gradient of its output [batch, tokens, out].
+        """
+        parts = torch.zeros(self.inputs, x.shape[0], len(self.formats), dtype=torch.float32, device=x.device)
         inputs = x.transpose(1, 2)
         for piece in self.pieces:
             right = dy[..., piece.rows]
             gradient = self.workspace.take("gradient", (*inputs.shape[:2], right.shape[2]), right)
             torch.bmm(inputs, right, out=gradient)
-            total += self._score_piece(piece, gradient.to(torch.float32))
-        return total
+            self._score_piece(piece, gradient.to(torch.float32), parts)
+        return parts
 
     def score_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return u [formats, 1] from the gradient of the whole tensor for one sequence, in the tensor's own shape."""
+        """Return the same, [matrices * inputs, 1, formats], from one sequence's gradient in the tensor's own shape."""
         view = gradient.reshape(-1, *gradient.shape[-2:])
         view = view if self.tensor.is_transposed else view.transpose(1, 2)
-        total = torch.zeros(len(self.formats), 1, dtype=torch.float32, device=gradient.device)
+        parts = torch.zeros(len(view), self.inputs, 1, len(self.formats), dtype=torch.float32, device=gradient.device)
         for piece in self.pieces:
-            total += self._score_piece(piece, view[piece.matrix, :, piece.rows].to(torch.float32).unsqueeze(0))
-        return total
+            self._score_piece(piece, view[piece.matrix, :, piece.rows].to(torch.float32).unsqueeze(0), parts[piece.matrix])
+        return parts.flatten(0, 1)
 
-    def _score_piece(self, piece: _Piece, gradient: torch.Tensor) -> torch.Tensor:
-        """gradient [batch, inputs, rows] -> [formats, batch]."""
+    def _score_piece(self, piece: _Piece, gradient: torch.Tensor, parts: torch.Tensor) -> None:
+        """Add to parts [inputs, batch, formats] from gradient [batch, inputs, rows]."""
         values = self._values(piece.matrix, piece.rows)
         negated = -values
-        flat = gradient.flatten(1)
-        deltas = self.workspace.take("deltas", (len(self.formats), values.numel()), values)
+        deltas = self.workspace.take("deltas", (len(self.formats), *values.shape), values)
         for i, (fmt, scales) in enumerate(zip(self.formats, piece.scales, strict=True)):
             blocks = self._blocks(values, fmt)
-            out = deltas[i, : blocks.numel()]
+            out = deltas[i].view(-1)[: blocks.numel()]
             rounding_error(fmt, blocks, self._blocks(negated, fmt), scales, 1, out)
-            deltas[i, blocks.numel() :] = 0.0
             if not piece.scored:
                 self.squared_error[i] += float(torch.dot(out, out))
         piece.scored = True
-        return deltas[:, : flat.shape[1]] @ flat.T
+        torch.baddbmm(parts, gradient.transpose(0, 1), deltas[:, : self.inputs].permute(1, 2, 0), out=parts)

@@ -59,7 +59,7 @@ def slow_scores(
         for unit in units.weights:
             model.zero_grad()
             torch.nn.functional.cross_entropy(model(one).logits[0], labels, reduction="sum").backward()
-            u = torch.zeros(len(WEIGHTS))
+            squares = torch.zeros(len(WEIGHTS))
             for tensor in unit.tensors:
                 weight = model.get_parameter(tensor.parameter)
                 for i, fmt in enumerate(WEIGHTS):
@@ -68,8 +68,9 @@ def slow_scores(
                         - weight.data
                     )
                     assert weight.grad is not None
-                    u[i] += (weight.grad * delta).sum()
-            scores[unit.name] = u
+                    outputs = -1 if tensor.layout in ("conv1d", "experts_transposed") else -2
+                    squares[i] += (weight.grad * delta).sum(outputs).square().sum()  # by input channel
+            scores[unit.name] = squares.sqrt()
         columns.append(scores)
     return {name: torch.stack([c[name] for c in columns], dim=1) for name in columns[0]}
 
@@ -104,7 +105,7 @@ def test_the_head_and_a_tied_embedding_equal_the_slow_truth(ids: torch.Tensor, t
 
 
 def test_activation_formats_add_the_inputs_part(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    """u of int8_w8a8 minus u of int8 is the inner product of the input's gradient with what its rounding changes."""
+    """u^2 of int8_w8a8 minus u^2 of int8 is that of the input's gradient with what its rounding changes, token by token."""
     units = find_units(llama)
     unit = next(u for u in units.weights if u.name.endswith("layers.0.mlp.down_proj"))
     both = Candidates((weight_format("int8"), weight_format("int8_w8a8")), (), ())
@@ -121,8 +122,8 @@ def test_activation_formats_add_the_inputs_part(llama: PreTrainedModel, ids: tor
     handle.remove()
     assert kept["x"].grad is not None
     delta = codec.fake_quantize_activation(kept["x"].detach(), weight_format("int8")) - kept["x"].detach()
-    expected = float((kept["x"].grad * delta).sum())
-    assert float(found[1] - found[0]) == pytest.approx(expected, rel=1e-2)
+    expected = float((kept["x"].grad * delta).sum(-1).square().sum())
+    assert float(found[1].square() - found[0].square()) == pytest.approx(expected, rel=1e-2)
 
 
 def live_attention(model: PreTrainedModel, ids: torch.Tensor, seed: int, unit_module: str, fmt: KVFormat, kind: str) -> float:
