@@ -21,7 +21,7 @@ from autoq.kernels.launch import where
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.profile import model_fingerprint
 from autoq.model import load
-from autoq.model.head import hidden_states
+from autoq.model.head import cache_argument, hidden_states
 from autoq.model.packed import PackedTensor, packed_weights
 from autoq.model.packed_cache import QuantizedKVCache, kernels
 from autoq.model.quantized import Assignment, quantized
@@ -171,10 +171,11 @@ def _round_inputs(stack: ExitStack, model: PreTrainedModel, units: Any, packed: 
 
 
 def _generate(model: PreTrainedModel, prompts: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    given = {} if cache is None else {cache_argument(model): cache}
     with torch.no_grad():
         found: torch.Tensor = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), past_key_values=cache, do_sample=False, max_new_tokens=GENERATED,
-            min_new_tokens=GENERATED, pad_token_id=0,
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=GENERATED, min_new_tokens=GENERATED,
+            pad_token_id=0, **given,
         )  # fmt: skip
     return found[:, prompts.shape[1] :]
 

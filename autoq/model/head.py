@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -49,5 +50,11 @@ class Head:
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
     """Return the hidden states [batch, tokens, hidden] that the output embedding reads; with a cache, ids go on after its tokens."""
-    hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=cache is not None, past_key_values=cache).last_hidden_state
+    given = {} if cache is None else {cache_argument(model): cache}
+    hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=cache is not None, **given).last_hidden_state
     return hidden
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return what this release of transformers calls the cache that a model is given."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
