@@ -331,7 +331,12 @@ def memory(
     else:
         from autoq.report.terminal import memory_table
 
-        _stdout().print(memory_table(rows))
+        of = (
+            f"{recipe}: weights as it stores them"
+            if recipe
+            else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
+        )
+        _stdout().print(memory_table(rows, of))
 
 
 def _whole(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,32 @@ def test_another_budget_reuses_the_profile_and_prints_tables(demo_search: dict[s
     assert recipe["totals"]["weight_bytes"] <= 0.6 * 2 * recipe["model"]["parameters"]
     rebuilt = run_autoq(*SEARCH_ARGUMENTS, "--run", "run", cwd=demo_search["cwd"])  # others read this folder's recipe
     assert rebuilt.returncode == 0
+
+
+def test_a_recipe_for_another_budget_is_kept(demo_search: dict[str, Any], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(Path(demo_search["cwd"], "run"), tmp_path / "run"))
+    first = (run / "recipe.yaml").read_text()
+    again = [
+        "search",
+        "--samples",
+        "6",
+        "--seq-len",
+        "64",
+        "--eval-samples",
+        "2",
+        "--eval-len",
+        "64",
+        "--correct",
+        "0",
+        "--run",
+        str(run),
+    ]
+    done = run_autoq(*again, "--budget", "6bits")
+    assert done.returncode == 0, done.stderr
+    assert (run / "recipe-4.5bits-and-kv-5bits.yaml").read_text() == first
+    assert (run / "result-4.5bits-and-kv-5bits.json").is_file()
+    assert "is kept as" in done.stderr
+    assert (run / "recipe.yaml").read_text() != first
 
 
 def test_front_and_show_read_the_run(demo_search: dict[str, Any]) -> None:

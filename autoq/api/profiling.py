@@ -12,7 +12,7 @@ from autoq.api.plan import Plan, make_plan, refusals
 from autoq.config import SearchConfig
 from autoq.errors import AutoqError, UserError
 from autoq.measure.damage import check_finite
-from autoq.measure.profile import Fingerprint, Profile, existing, make_profile, model_fingerprint, text_fingerprint
+from autoq.measure.profile import FILE, Fingerprint, Profile, existing, make_profile, model_fingerprint, text_fingerprint
 from autoq.model import load
 from autoq.model.text import STDLIB, own_bos, sequences, text_sources
 from autoq.model.units import find_units
@@ -75,7 +75,8 @@ def profile_plan(plan: Plan, clock: Clock) -> Profiled:
             f"has {loaded_vocabulary(model)} rows: they do not belong together"
         )
     check_finite(model)
-    say(f"computing in {load.dtype_name(config.dtype, config.device)} on {config.device}; run folder {run.path}")
+    known = "run folder" if (run.path / FILE).is_file() else "new run folder"
+    say(f"computing in {load.dtype_name(config.dtype, config.device)} on {config.device}; {known} {run.path}")
     fingerprint = Fingerprint(
         model_fingerprint(model), text_fingerprint(ids), config.seed, len(ids), ids.shape[1],
         load.dtype_name(config.dtype, config.device), config.include,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +16,14 @@ from autoq.api.profiling import Profiled, profile_plan
 from autoq.api.recording import UniformResult, make_recipe
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import cache_values
+from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import DamageTable, correction_factors, damage_table, disagreeing_cells, predict
 from autoq.model.quantized import Assignment
 from autoq.model.text import cut_again
 from autoq.model.units import ModelUnits
 from autoq.report.progress import Clock, Reporter, Silent
-from autoq.run_folder import RECIPE
+from autoq.run_folder import RECIPE, RESULT
 from autoq.search.baselines import fair_uniforms, uniform_caches, uniform_weights
 from autoq.search.corrections import measure_uniform
 from autoq.search.front import FrontPoint, around, sweep
@@ -114,6 +117,8 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     uniforms = _measure_uniforms(plan, done, table, choice, yardstick, clock)
     recipe = make_recipe(done, choice, table, prediction, divergence, floor, uniforms)
     path = done.run.path / RECIPE
+    if kept := keep_other_budget(path, recipe):
+        clock.reporter.say(f"the recipe for {kept[1]} that was here is kept as {kept[0]}")
     recipe.write(path)
     warnings = _warnings(plan, done, divergence, uniforms, choice, table)
     return SearchResult(
@@ -130,6 +135,26 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         warnings,
         config.options(),
     )
+
+
+def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | None:
+    """Move a recipe of another budget, and its figures, out of the way; return (where to, its budget), or None."""
+    try:
+        before = recipes.read_recipe(path).budget
+    except UserError:
+        return None
+    if before == recipe.budget:
+        return None
+    budget = (
+        " and ".join(f"{side} {text}" for side, text in (("weights", before.weights), ("kv", before.kv)) if text) or "no budget"
+    )
+    suffix = re.sub(r"[^A-Za-z0-9.]+", "-", budget.replace("weights ", "").replace("%", "percent"))
+    kept = path.with_name(f"recipe-{suffix}.yaml")
+    os.replace(path, kept)
+    figures = path.with_name(RESULT)
+    if figures.is_file():
+        os.replace(figures, figures.with_name(f"result-{suffix}.json"))
+    return kept, budget
 
 
 def _correct(done: Profiled, progress: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -111,15 +115,27 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
 
 
 def _next_steps(result: SearchResult) -> RenderableType:
-    budget = "--budget 5bits" if result.recipe.budget.weights else "--kv-budget 5bits"
+    asked, totals, autoq = result.recipe.budget, result.recipe.totals, command_name()
+    budgets = [f"--budget {totals.bits + 0.5:.2g}bits"] if asked.weights else []
+    budgets += [f"--kv-budget {totals.kv_bits + 0.5:.2g}bits"] if asked.kv else []
+    another = f"{autoq} search {result.options} --run {result.run} {' '.join(budgets)}"
     steps = Table.grid(padding=(0, 2))
-    steps.add_row(f"autoq show {result.recipe_path}", Text("this recipe again", style="dim"))
-    steps.add_row(f"autoq front {result.run}", Text("what other budgets would cost", style="dim"))
-    steps.add_row(
-        " ".join(f"autoq search {result.options} --run {result.run} {budget}".split()),
-        Text("another budget from the same profile", style="dim"),
-    )
+    for command, what in (
+        (f"{autoq} validate {result.recipe_path}", "pack it with the real kernels and run it on packed bytes"),
+        (f"{autoq} show {result.recipe_path}", "this recipe again"),
+        (f"{autoq} front {result.run}", "what other budgets would cost"),
+        (" ".join(another.split()), "another budget from the same profile; this recipe is kept"),
+    ):
+        steps.add_row(command, Text(what, style="dim"))
     return Group(Text("next", style="bold"), steps)
+
+
+def command_name() -> str:
+    """Return how a user calls autoq here: by its name if that is on the PATH, else by the path it was called by."""
+    called = Path(sys.argv[0])
+    if shutil.which("autoq") or called.name != "autoq":
+        return "autoq"
+    return os.path.relpath(called)
 
 
 def unit_table(units: list[dict[str, Any]], total: float) -> RenderableType:
@@ -241,9 +257,9 @@ def recipe_view(view: dict[str, Any]) -> RenderableType:
     return Group(Text(head, style="bold"), Text(damage), unit_table(view["units"], view["predicted_kl"]))
 
 
-def memory_table(rows: list[dict[str, Any]]) -> RenderableType:
-    """Return weights, cache and total by KV format, context and batch."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
+def memory_table(rows: list[dict[str, Any]], what: str) -> RenderableType:
+    """Return weights, cache and total by KV format, context and batch; `what` says whose."""
+    table = Table(title=what, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for name in ("KV format", "context", "batch", "KV cache", "weights", "total"):
         table.add_column(name, justify="left" if name == "KV format" else "right")
     previous = None
@@ -267,7 +283,7 @@ def validation(result: Validation) -> RenderableType:
     """Return what `autoq validate` prints."""
     entry, measured = result.entry, result.recipe.measured
     lines = Table.grid(padding=(0, 2))
-    lines.add_row("kernels", f"{entry.kernels}")
+    lines.add_row("kernels", "Triton's interpreter, on the CPU" if entry.kernels == "interpreter" else entry.kernels)
     lines.add_row(
         "packed", f"{entry.tensors} tensors of {entry.units} units; {entry.differing} differ from the reference or the cost model"
     )
@@ -279,6 +295,8 @@ def validation(result: Validation) -> RenderableType:
     lines.add_row("KL", f"{nats(entry.kl)} ± {nats(entry.kl_stderr)} nats per token; {searched}")
     lines.add_row("top-1 agreement", f"{100 * entry.top1_agreement:.1f} %")
     lines.add_row("perplexity", f"{result.divergence.perplexity_original:.3f} before, {entry.perplexity:.3f} after")
-    lines.add_row("greedy generation", f"{100 * entry.greedy_agreement:.0f} % of the tokens before the first that differs")
-    verdict = Text("passed", style="bold green") if entry.passed else Text("failed", style="bold red")
-    return Group(Text(f"validation of {result.recipe_path}", style="bold"), lines, verdict)
+    lines.add_row("greedy generation", f"as the original's for {100 * entry.greedy_agreement:.0f} % of the way, then its own")
+    lines.add_row("written into", str(result.recipe_path))
+    why = "every byte is right, and the KL is the one that the search measured" if entry.passed else "see below"
+    verdict = Text(f"passed: {why}", style="bold green") if entry.passed else Text(f"failed: {why}", style="bold red")
+    return Group(Text("validation", style="bold"), lines, verdict)
