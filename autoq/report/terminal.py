@@ -120,11 +120,12 @@ def _next_steps(result: SearchResult) -> RenderableType:
     budgets += [f"--kv-budget {totals.kv_bits + 0.5:.2g}bits"] if asked.kv else []
     another = f"{autoq} search {result.options} --run {result.run} {' '.join(budgets)}"
     steps = Table.grid(padding=(0, 2))
+    steps.add_column(no_wrap=True)
     for command, what in (
-        (f"{autoq} validate {result.recipe_path}", "pack it with the real kernels and run it on packed bytes"),
+        (f"{autoq} validate {result.recipe_path}", "check it on packed bytes"),
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
         (f"{autoq} front {result.run}", "what other budgets would cost"),
-        (" ".join(another.split()), "another budget from the same profile; this recipe is kept"),
+        (" ".join(another.split()), "another budget, same profile"),
     ):
         steps.add_row(command, Text(what, style="dim"))
     return Group(Text("next", style="bold"), steps)
