@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoq.api.plan import searchable
 from autoq.budget import parse_budget
@@ -20,9 +20,6 @@ from autoq.run_folder import RunFolder
 from autoq.search.front import FrontPoint, sweep
 from autoq.search.problem import make_problem
 from autoq.search.space import load_space
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import recipe_assignment
@@ -12,9 +12,6 @@ from autoq.errors import UserError
 from autoq.formats.catalog import KV_FORMATS
 from autoq.model import load
 from autoq.model.units import find_units, uncacheable
-
-if TYPE_CHECKING:
-    pass
 
 
 def memory(

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoq import __version__
 from autoq import recipe as recipes
@@ -23,9 +23,6 @@ from autoq.measure.estimate import DamageTable, Prediction
 from autoq.model.text import STDLIB
 from autoq.search.baselines import Uniform
 from autoq.search.problem import Option
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,11 @@ def make_recipe(
     kv_bits, kv_values = kv_cost(units, {u.name: kv_used[choice[u.name].format] for u in units.caches}, plan.context)
 
     def damage(unit: str) -> float:
-        return _round(table.get(unit, {}).get(choice[unit].format, 0.0))
+        return six_digits(table.get(unit, {}).get(choice[unit].format, 0.0))
 
     weights = {
         u.name: recipes.WeightEntry(
-            format=choice[u.name].format, role=u.role, layer=u.layer, bits=_round(choice[u.name].bits / u.numel),
+            format=choice[u.name].format, role=u.role, layer=u.layer, bits=six_digits(choice[u.name].bits / u.numel),
             numel=u.numel, predicted_kl=damage(u.name), tensors=tuple(t.name for t in u.tensors),
         )
         for u in units.weights
@@ -67,7 +64,10 @@ def make_recipe(
         entry = layers.setdefault(u.module, {"layer": u.layer, "module": u.module, "values_per_token": u.numel})
         bits = cache_bits(u, kv_used[choice[u.name].format], plan.context) / cache_values(u, plan.context)
         entry[u.kind] = recipes.CacheEntry(
-            format=choice[u.name].format, bits=_round(bits), predicted_kl=damage(u.name), absmax=_round(done.profile.absmax[u.name])
+            format=choice[u.name].format,
+            bits=six_digits(bits),
+            predicted_kl=damage(u.name),
+            absmax=six_digits(done.profile.absmax[u.name]),
         )
     return recipes.Recipe(
         schema_version=1,
@@ -82,13 +82,13 @@ def make_recipe(
             bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),
             weight_bytes=-(-cost.whole_bits // 8), kv_bytes=-(-kv_bits // 8),
         ),
-        predicted=recipes.PredictedEntry(kl=_round(prediction.kl), stderr=_round(prediction.stderr) if math.isfinite(prediction.stderr) else None, estimator="steady, corrected" if plan.config.correct else "steady"),
+        predicted=recipes.PredictedEntry(kl=six_digits(prediction.kl), stderr=six_digits(prediction.stderr) if math.isfinite(prediction.stderr) else None, estimator="steady, corrected" if plan.config.correct else "steady"),
         measured=recipes.MeasuredEntry(
-            kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr),
-            kl_percentiles={k: _round(v) for k, v in divergence.percentiles().items()},
-            top1_agreement=_round(divergence.top1_agreement), perplexity=_round(divergence.perplexity),
-            perplexity_original=_round(divergence.perplexity_original),
-            perplexity_ratio_stderr=_round(divergence.perplexity_ratio_stderr), noise_floor=_round(floor),
+            kl=six_digits(divergence.mean_kl), kl_stderr=six_digits(divergence.stderr),
+            kl_percentiles={k: six_digits(v) for k, v in divergence.percentiles().items()},
+            top1_agreement=six_digits(divergence.top1_agreement), perplexity=six_digits(divergence.perplexity),
+            perplexity_original=six_digits(divergence.perplexity_original),
+            perplexity_ratio_stderr=six_digits(divergence.perplexity_ratio_stderr), noise_floor=six_digits(floor),
             windows=len(done.eval_ids), tokens_per_window=done.eval_ids.shape[1],
             text=plan.config.eval or plan.config.calib or STDLIB,
             uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
@@ -105,8 +105,8 @@ def make_recipe(
 def _uniform_entry(result: UniformResult, divergence: Divergence) -> recipes.UniformEntry:
     difference, error = divergence.minus(result.divergence)
     return recipes.UniformEntry(
-        format=result.uniform.name, bits=_round(result.uniform.bits), kv_bits=_round(result.uniform.kv_bits),
-        measured_kl=_round(result.divergence.mean_kl), recipe_minus_uniform=_round(difference), stderr=_round(error),
+        format=result.uniform.name, bits=six_digits(result.uniform.bits), kv_bits=six_digits(result.uniform.kv_bits),
+        measured_kl=six_digits(result.divergence.mean_kl), recipe_minus_uniform=six_digits(difference), stderr=six_digits(error),
     )  # fmt: skip
 
 
@@ -128,6 +128,6 @@ def _provenance(plan: Plan, done: Profiled) -> recipes.ProvenanceEntry:
     )  # fmt: skip
 
 
-def _round(value: float) -> float:
+def six_digits(value: float) -> float:
     """Six significant digits: what a measurement can bear, and what a diff can show."""
     return float(f"{value:.6g}")

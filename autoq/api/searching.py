@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import assignment_of
@@ -18,7 +18,7 @@ from autoq.config import SearchConfig
 from autoq.cost.kv_memory import cache_values
 from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
-from autoq.measure.estimate import DamageTable, correction_factors, damage_table, disagreeing_cells, predict
+from autoq.measure.estimate import TRUSTED_KL, DamageTable, correction_factors, damage_table, disagreeing_cells, predict
 from autoq.model.quantized import Assignment
 from autoq.model.text import cut_again
 from autoq.model.units import ModelUnits
@@ -29,9 +29,6 @@ from autoq.search.corrections import measure_uniform
 from autoq.search.front import FrontPoint, around, sweep
 from autoq.search.problem import Option, Problem
 from autoq.search.solver import solve, total_bits
-
-if TYPE_CHECKING:
-    pass
 
 MOST_UNIFORMS = 6  # uniform recipes measured beside a result
 
@@ -233,9 +230,9 @@ def _warnings(
             f"sequences {', '.join(map(str, heavy))} carry most of the predicted damage: "
             "profile more samples, or look at their text"
         )
-    low = [u for u, o in choice.items() if table.get(u, {}).get(o.format, 0.0) > 0.5]
+    low = [u for u, o in choice.items() if table.get(u, {}).get(o.format, 0.0) > TRUSTED_KL]
     if low:
-        found.append(f"{len(low)} units are predicted above 0.5 nats, outside the trusted range: read the measured figure")
+        found.append(f"{len(low)} units are predicted above {TRUSTED_KL} nats, outside the trusted range: read the measured figure")
     cells = disagreeing_cells(done.profile, plan.units)
     chosen_cells = [c for c in cells if choice[c[0]].format == c[1]]
     if chosen_cells:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoq import recipe as recipes
 from autoq.errors import UserError
 from autoq.run_folder import RECIPE
-
-if TYPE_CHECKING:
-    pass
 
 
 def find_recipe(path: Path | None) -> Path:

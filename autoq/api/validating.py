@@ -14,6 +14,7 @@ import torch
 
 from autoq import recipe as recipes
 from autoq.api.applying import recipe_assignment
+from autoq.api.recording import six_digits
 from autoq.cost.bits import weight_cost
 from autoq.errors import UserError
 from autoq.formats.format import Format
@@ -23,8 +24,9 @@ from autoq.measure.profile import model_fingerprint
 from autoq.model import load
 from autoq.model.head import cache_argument, hidden_states
 from autoq.model.packed import PackedTensor, packed_weights
-from autoq.model.packed_cache import QuantizedKVCache, kernels
-from autoq.model.quantized import Assignment, quantized
+from autoq.model.packed_cache import QuantizedKVCache
+from autoq.model.packed_tokens import kernels
+from autoq.model.quantized import Assignment, quantize_input, quantized
 from autoq.model.text import sequences, text_sources
 from autoq.model.units import find_units
 from autoq.report.progress import Clock, Reporter, Silent
@@ -124,8 +126,8 @@ def validate(
         kernels=where(), passed=not problems, units=len({t.unit for t in tensors}), tensors=len(tensors), differing=len(wrong),
         weight_bytes=-(-weight_cost(units, assignment.weights).whole_bits // 8), weight_bytes_original=2 * units.parameters,
         cache_bytes=run.cache_bytes, cache_bytes_original=run.original_bytes,
-        kl=_round(divergence.mean_kl), kl_stderr=_round(divergence.stderr), top1_agreement=_round(divergence.top1_agreement),
-        perplexity=_round(divergence.perplexity), greedy_agreement=_round(agreement),
+        kl=six_digits(divergence.mean_kl), kl_stderr=six_digits(divergence.stderr), top1_agreement=six_digits(divergence.top1_agreement),
+        perplexity=six_digits(divergence.perplexity), greedy_agreement=six_digits(agreement),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )  # fmt: skip
     recipe = recipe.model_copy(update={"validation": entry})
@@ -160,8 +162,6 @@ def _drawn(formats: Mapping[str, Format], sample: int | None, seed: int) -> tupl
 
 def _round_inputs(stack: ExitStack, model: PreTrainedModel, units: Any, packed: Mapping[str, Format]) -> None:
     """Round the inputs of the packed layers whose format quantizes them too."""
-    from autoq.model.quantized import quantize_input
-
     for unit in units.weights:
         fmt = packed.get(unit.name)
         if fmt is not None and fmt.activation is not None:
@@ -190,7 +190,3 @@ def _describe(tensor: PackedTensor) -> str:
     if tensor.stored_bits != tensor.priced_bits:
         words.append(f"it takes {tensor.stored_bits / 8:g} bytes, the cost model counts {tensor.priced_bits / 8:g}")
     return f"{tensor.unit} ({tensor.tensor}, {tensor.format}): {'; '.join(words)}"
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.6g}")

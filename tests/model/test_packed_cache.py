@@ -11,7 +11,8 @@ from transformers import DynamicCache, Gemma3TextConfig, MistralConfig, PreTrain
 from autoq.errors import UserError
 from autoq.formats.catalog import KV_FORMATS, kv_format
 from autoq.formats.format import KVFormat
-from autoq.model.packed_cache import ORIGINAL, Backend, PackedTokens, QuantizedKVCache, kernels
+from autoq.model.packed_cache import ORIGINAL, QuantizedKVCache
+from autoq.model.packed_tokens import Backend, PackedTokens, kernels
 from autoq.model.quantized import Assignment, quantized
 from autoq.model.units import find_units
 from tests.conftest import SMALL, build, llama_config
