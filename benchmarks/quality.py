@@ -145,19 +145,29 @@ def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_columns(bench: Bench) -> None:
+    """Measure every candidate of the searched spaces uniformly on the profile's text, as `autoq search` does."""
+    plain, default = load_space("plain"), load_space("default")
+    for fmt in dict.fromkeys([*plain.weights, *default.weights]):
+        bench.measure(f"weight {fmt.name}", bench.weights_in(fmt.name), "profile")
+    for kind, formats in (("key", default.keys), ("value", default.values)):
+        for kv in formats:
+            bench.measure(f"{kind} {kv.name}", bench.caches_in(kind, kv.name), "profile")
+
+
 def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: DamageTable) -> dict[str, Option]:
     return solve(make_problem(bench.units, candidates, parse_budget(budget), None, CONTEXT, table))
 
 
 def corrected_table(bench: Bench, sequences: int, estimator: Any = "steady") -> DamageTable:
-    """Damage with every column corrected by its uniform measurement on the profile's text, where one was made."""
+    """Damage with every column corrected by its uniform measurement on the profile's text."""
     fitted = bench.fitted
     measured = {
         key.removeprefix("profile/").replace(" ", "/"): UniformKL(found["kl"], fitted, 512)
         for key, found in bench.kept.items()
         if key.startswith("profile/")
     }
-    factors = correction_factors(replace(bench.profile, uniform_kl=measured), bench.units, fitted, estimator=estimator)
+    factors = correction_factors(replace(bench.profile, uniform_kl=measured), bench.units, fitted, bench.noise_floor(), estimator)
     return damage_table(bench.profile.first(sequences), bench.units, estimator, factors)
 
 
@@ -284,6 +294,7 @@ def main() -> None:
     bench = Bench(args)
     recipes_first = bench.noise_floor()
     uniform = uniform_rows(bench, 32)
+    measure_columns(bench)
     recipes, kv = recipe_rows(bench), kv_rows(bench)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     results = {

@@ -20,6 +20,7 @@ from autoq.formats.format import KVFormat
 from autoq.formats.reference import fit_blocks, rounding_error
 from autoq.model.kv_visibility import attend_mixed, quantized_pairs
 
+AT_ONCE = 1 << 19  # values scored in one go: what stays in the processor's cache
 Pattern = tuple[str, int | None, int, int]
 
 
@@ -59,6 +60,11 @@ class KVScorer:
         x = x.to(torch.float32)
         self.absmax = max(self.absmax, float(x.abs().amax()))
         self.squared_norm += float(torch.dot(x.flatten(), x.flatten()))
+        step = max(1, AT_ONCE // x[0].numel())
+        parts = [slice(i, i + step) for i in range(0, len(x), step)]
+        return torch.cat([self._score(x[p], gradient[p], {key: r[p] for key, r in raw.items()}) for p in parts], dim=1)
+
+    def _score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
         heads = x.shape[1]
         layouts: dict[Pattern, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         scores = []

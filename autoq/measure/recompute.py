@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 WIDE = 2  # times the residual stream; what is wider is made again
+GLIBC_LARGEST_KEPT = 32 << 20  # bytes; where glibc's own threshold ends up in a program that frees large blocks
 MATRIX_PRODUCTS = {"aten::mm", "aten::addmm"}
 
 
@@ -31,7 +32,7 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
     switch works in training mode alone, which would turn dropout on. A layer that is no `GradientCheckpointingLayer` keeps its
     activations.
     """
-    _return_large_blocks()
+    _return_blocks_from(1 << 20)
     widest = WIDE * model.config.get_text_config(decoder=True).hidden_size
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, widest))
@@ -40,6 +41,7 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         yield
     finally:
+        _return_blocks_from(GLIBC_LARGEST_KEPT)
         for layer in layers:
             layer.__dict__.pop("forward", None)
 
@@ -54,9 +56,9 @@ def _policy(widest: int, _context: SelectiveCheckpointContext, op: Any, *args: A
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _return_large_blocks() -> None:
-    """Ask glibc to give blocks over 1 MiB back when they are freed; by default it keeps them, at twice the peak memory."""
+def _return_blocks_from(size: int) -> None:
+    """Ask glibc to give blocks of so many bytes back when they are freed; it would keep the holes, at twice the peak memory."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
-            mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+            mallopt(-3, size)  # M_MMAP_THRESHOLD

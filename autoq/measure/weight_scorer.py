@@ -20,7 +20,8 @@ from autoq.formats.format import Format
 from autoq.formats.reference import Scales, fit_blocks, rounding_error
 from autoq.model.units import WeightTensor
 
-PIECE_VALUES = 1 << 17
+PIECE_VALUES = 1 << 19
+ROWS = 64  # a piece has a multiple of it: matrix products want round numbers
 
 
 @dataclass
@@ -72,7 +73,7 @@ class WeightScorer:
     def _fit(self, matrix: int) -> list[_Piece]:
         low, high = self.weight[matrix].aminmax()
         absmax = torch.maximum(-low, high).to(torch.float32)
-        step = max(16, PIECE_VALUES // self.padded)
+        step = max(1, round(PIECE_VALUES / self.padded / ROWS)) * ROWS
         pieces = []
         for start in range(0, self.outputs, step):
             rows = slice(start, min(start + step, self.outputs))
