@@ -48,6 +48,14 @@ WEIGHT_ROWS = ("fp8", "int8", "mxfp6_e2m3", "int4_g32_asym", "nvfp4", "nvfp4_4ov
 KV_ROWS = ("fp8_cast", "int8_token", "nvfp4", "mxfp4", "int4_token", "int4_channel")
 
 
+FEW = 16  # sequences of the recipes that are made from half the default
+
+
+def fit_text(sequences: int) -> str:
+    """Name the first so many sequences of the profile's text."""
+    return f"profile {sequences}"
+
+
 class Bench:
     """The model, its texts, and the measurements made so far."""
 
@@ -62,7 +70,9 @@ class Bench:
         self.ids = sequences(tokenizer, calib, args.samples, 256)
         self.eval_ids = sequences(tokenizer, measure, args.windows, 512)
         self.fitted = args.correct
-        self.fit_ids = cut_again(self.ids[: args.correct], 512, own_bos(tokenizer))
+        bos = own_bos(tokenizer)
+        self.texts = {"test": self.eval_ids}
+        self.texts |= {fit_text(n): cut_again(self.ids[:n], 512, bos) for n in (FEW, self.fitted)}
         space = load_space("default")
         weights = dict.fromkeys([*space.weights, *map(weight_format, WEIGHT_ROWS)])
         caches = dict.fromkeys([*space.keys, *space.values, *map(kv_format, KV_ROWS)])
@@ -80,7 +90,7 @@ class Bench:
 
     def yardstick(self, text: str) -> Yardstick:
         if text not in self.yardsticks:
-            self.yardsticks[text] = Yardstick(self.model, self.units, self.eval_ids if text == "test" else self.fit_ids)
+            self.yardsticks[text] = Yardstick(self.model, self.units, self.texts[text])
         return self.yardsticks[text]
 
     def measure(self, name: str, assignment: Assignment, text: str = "test") -> dict[str, float]:
@@ -127,7 +137,7 @@ def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
     for kind, name, build in todo:
         units = [u for u in bench.units.units if u.kind == kind]
         predicted, on_fit = (sum(t[u.name][name] for u in units) for t in (table, same_text))
-        fitted = bench.measure(f"{kind} {name}", build(name), "profile")
+        fitted = bench.measure(f"{kind} {name}", build(name), fit_text(bench.fitted))
         tested = bench.measure(f"{kind} {name}", build(name))
         corrected = predicted * fitted["kl"] / on_fit
         if kind == "weight":
@@ -148,11 +158,12 @@ def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
 def measure_columns(bench: Bench) -> None:
     """Measure every candidate of the searched spaces uniformly on the profile's text, as `autoq search` does."""
     plain, default = load_space("plain"), load_space("default")
-    for fmt in dict.fromkeys([*plain.weights, *default.weights]):
-        bench.measure(f"weight {fmt.name}", bench.weights_in(fmt.name), "profile")
+    for text in (fit_text(bench.fitted), fit_text(FEW)):
+        for fmt in dict.fromkeys([*plain.weights, *default.weights]):
+            bench.measure(f"weight {fmt.name}", bench.weights_in(fmt.name), text)
     for kind, formats in (("key", default.keys), ("value", default.values)):
         for kv in formats:
-            bench.measure(f"{kind} {kv.name}", bench.caches_in(kind, kv.name), "profile")
+            bench.measure(f"{kind} {kv.name}", bench.caches_in(kind, kv.name), fit_text(bench.fitted))
 
 
 def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: DamageTable) -> dict[str, Option]:
@@ -161,11 +172,12 @@ def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: Dama
 
 def corrected_table(bench: Bench, sequences: int, estimator: Any = "steady") -> DamageTable:
     """Damage with every column corrected by its uniform measurement on the profile's text."""
-    fitted = bench.fitted
+    fitted = min(sequences, bench.fitted)
+    prefix = f"{fit_text(fitted)}/"
     measured = {
-        key.removeprefix("profile/").replace(" ", "/"): UniformKL(found["kl"], fitted, 512)
+        key.removeprefix(prefix).replace(" ", "/"): UniformKL(found["kl"], fitted, 512)
         for key, found in bench.kept.items()
-        if key.startswith("profile/")
+        if key.startswith(prefix)
     }
     factors = correction_factors(replace(bench.profile, uniform_kl=measured), bench.units, fitted, bench.noise_floor(), estimator)
     return damage_table(bench.profile.first(sequences), bench.units, estimator, factors)
@@ -178,8 +190,8 @@ def recipe_rows(bench: Bench) -> list[dict[str, Any]]:
     most = len(bench.ids)
     todo = [("plain", plain, b, 32, "steady") for b in ("3.5", "4.5", "5.0", "6.0")]
     todo += [("default", default, b, 32, "steady") for b in ("3.5", "4.5", "5.0", "5.5", "6.0")]
-    todo += [("default", default, b, n, "steady") for b in ("4.5", "5.0") for n in (16, most)]
-    todo += [("default", default, b, 16, "raw") for b in ("4.5", "5.0")]
+    todo += [("default", default, b, n, "steady") for b in ("4.5", "5.0") for n in (FEW, most)]
+    todo += [("default", default, b, FEW, "raw") for b in ("4.5", "5.0")]
     rows = []
     for space, candidates, budget, count, estimator in todo:
         choice = solve_weights(bench, candidates, budget, corrected_table(bench, count, estimator))
@@ -195,7 +207,7 @@ def recipe_rows(bench: Bench) -> list[dict[str, Any]]:
     importance = None
     for budget in ("4.5", "5.0"):
         choice = solve_weights(bench, default, budget, corrected_table(bench, most))
-        importance = importance or input_importance(bench.model, bench.units, bench.fit_ids)
+        importance = importance or input_importance(bench.model, bench.units, bench.texts[fit_text(bench.fitted)])
         assignment = replace(assignment_of(bench.units, choice, bench.profile.absmax), importance=importance)
         found = bench.measure(f"recipe default {budget} bits {most} steady, Fisher-weighted scales", assignment)
         rows.append(
@@ -252,8 +264,8 @@ def bars(
         bar(f"{space} {budget} bits / uniform nvfp4, 32 sequences", one(space, budget, 32)["against_nvfp4"], limit)
     for budget in ("4.5", "5.0"):
         bar(
-            f"default {budget} bits: 16 sequences / 32",
-            one("default", budget, 16)["measured"] / one("default", budget, 32)["measured"],
+            f"default {budget} bits: {FEW} sequences / 32",
+            one("default", budget, FEW)["measured"] / one("default", budget, 32)["measured"],
             1.04,
         )
     for row in recipes:

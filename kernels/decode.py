@@ -25,6 +25,31 @@ def read_code(ptr, index, limit, mask, BITS: tl.constexpr):
 
 
 @triton.jit
+def read_elements(codes_ptr, zeros_ptr, at, limit, block, zero_bytes, mask,
+                  IS_FLOAT: tl.constexpr, ASYMMETRIC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+                  MIN_NORMAL: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
+    """Return element values in float32, before any scale; 0 where masked out."""
+    code = read_code(codes_ptr, at, limit, mask, BITS)
+    if IS_FLOAT:
+        value = decode_float(code, BITS, MANTISSA, BIAS, MIN_NORMAL)
+    elif ASYMMETRIC:
+        value = (code - read_code(zeros_ptr, block, zero_bytes, mask, BITS)).to(tl.float32)
+    else:
+        value = tl.where(code > LARGEST, code - (1 << BITS), code).to(tl.float32)
+    return tl.where(mask, value, 0.0)
+
+
+@triton.jit
+def read_scale(scales_ptr, block, mask, SCALE: tl.constexpr):
+    """Return float32 block scales, without the tensor scale."""
+    if SCALE == "e4m3":
+        return decode_e4m3_scale(tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32))
+    if SCALE == "e8m0":
+        return decode_e8m0(tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32))
+    return tl.load(scales_ptr + block, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def decode_kernel(
     codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, out_ptr, rows, width, blocks, row_bytes, zero_bytes,
     SCALE: tl.constexpr, IS_FLOAT: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_TENSOR: tl.constexpr, BITS: tl.constexpr,
@@ -36,26 +61,16 @@ def decode_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows) & (column < width)
     row64 = row.to(tl.int64)
-    code = read_code(codes_ptr + row64 * row_bytes, column, row_bytes, mask, BITS)
     block = row64 * blocks
     if BLOCK > 0:
         block += column // BLOCK
-    if SCALE == "none":
-        scale = tl.full((ROWS, COLUMNS), 1.0, tl.float32)
-    elif SCALE == "e4m3":
-        scale = decode_e4m3_scale(tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32))
-    elif SCALE == "e8m0":
-        scale = decode_e8m0(tl.load(scales_ptr + block, mask=mask, other=0).to(tl.int32))
-    else:
-        scale = tl.load(scales_ptr + block, mask=mask, other=0.0).to(tl.float32)
+    value = read_elements(
+        codes_ptr + row64 * row_bytes, zeros_ptr, column, row_bytes, block, zero_bytes, mask,
+        IS_FLOAT, ASYMMETRIC, BITS, MANTISSA, BIAS, MIN_NORMAL, LARGEST,
+    )  # fmt: skip
+    scale = tl.full((ROWS, COLUMNS), 1.0, tl.float32) if SCALE == "none" else read_scale(scales_ptr, block, mask, SCALE)
     if HAS_TENSOR:
         scale = scale * tl.load(tensor_ptr)
-    if IS_FLOAT:
-        value = decode_float(code, BITS, MANTISSA, BIAS, MIN_NORMAL)
-    elif ASYMMETRIC:
-        value = (code - read_code(zeros_ptr, block, zero_bytes, mask, BITS)).to(tl.float32)
-    else:
-        value = tl.where(code > LARGEST, code - (1 << BITS), code).to(tl.float32)
     value = value * scale
     target = out_ptr + row64 * width + column
     if BFLOAT16:

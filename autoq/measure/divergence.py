@@ -15,6 +15,7 @@ import torch
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from autoq.measure.fused import has_kernels
 from autoq.model.head import Head, hidden_states
 from autoq.model.quantized import Assignment, quantized
 from autoq.model.units import ModelUnits
@@ -114,13 +115,10 @@ class Yardstick:
     def _window(self, ids: torch.Tensor, original: torch.Tensor, changed: torch.Tensor) -> tuple[np.ndarray, ...]:
         columns: list[list[torch.Tensor]] = [[], [], [], []]
         for part in self.head.chunks(len(ids)):
-            log_p = self._original_logits(original[part]).float().log_softmax(-1)
-            log_q = self.head(changed[part]).float().log_softmax(-1)
-            columns[1].append(log_p.argmax(-1) == log_q.argmax(-1))
-            target = ids[part.start + 1 : part.stop + 1].unsqueeze(1)
-            columns[2].append(-log_q[: len(target)].gather(1, target).squeeze(1).double())
-            columns[3].append(-log_p[: len(target)].gather(1, target).squeeze(1).double())
-            columns[0].append((log_p.exp() * log_q.neg_().add_(log_p)).sum(-1, dtype=torch.float64))
+            target = ids[part.start + 1 : part.stop + 1]
+            found = compare_logits(self._original_logits(original[part]), self.head(changed[part]), target)
+            for column, values in zip(columns, found, strict=True):
+                column.append(values)
         return tuple(torch.cat(c).cpu().numpy() for c in columns)
 
     def _original_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,6 +144,26 @@ class Yardstick:
             return max(0.0, self.measure_as_is().mean_kl)
         finally:
             parameter.data = kept
+
+
+def compare_logits(original: torch.Tensor, changed: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return (KL, same most likely token, nll of the changed model, nll of the original): float64 but the second, which is bool.
+
+    Args:
+        original, changed: logits [tokens, vocabulary]. target: the tokens that follow, [tokens] or one less; nll is as long.
+    """
+    if has_kernels(original.device):
+        from autoq.kernels.kl import token_divergence
+
+        padded = torch.nn.functional.pad(target, (0, len(original) - len(target)))
+        found = token_divergence(original, changed, padded)
+        return found.kl.double(), found.agree, found.nll[: len(target)].double(), found.nll_original[: len(target)].double()
+    log_p, log_q = original.float().log_softmax(-1), changed.float().log_softmax(-1)
+    agree = log_p.argmax(-1) == log_q.argmax(-1)
+    at = target.unsqueeze(1)
+    nll, nll_original = (-log[: len(target)].gather(1, at).squeeze(1).double() for log in (log_q, log_p))
+    kl = (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1, dtype=torch.float64)
+    return kl, agree, nll, nll_original
 
 
 class _Frozen(torch.nn.Module):

@@ -18,6 +18,7 @@ import torch
 
 from autoq.formats.format import Format
 from autoq.formats.reference import Scales, fit_blocks, rounding_error
+from autoq.measure.fused import has_kernels
 from autoq.model.units import WeightTensor
 
 PIECE_VALUES = 1 << 19
@@ -122,6 +123,9 @@ class WeightScorer:
 
     def _score_piece(self, piece: _Piece, gradient: torch.Tensor, parts: torch.Tensor) -> None:
         """Add to parts [inputs, batch, formats] from gradient [batch, inputs, rows]."""
+        if piece.scored and has_kernels(gradient.device):
+            self._score_fused(piece, gradient, parts)
+            return
         values = self._values(piece.matrix, piece.rows)
         negated = -values
         deltas = self.workspace.take("deltas", (len(self.formats), *values.shape), values)
@@ -133,3 +137,16 @@ class WeightScorer:
                 self.squared_error[i] += float(torch.dot(out, out))
         piece.scored = True
         torch.baddbmm(parts, gradient.transpose(0, 1), deltas[:, : self.inputs].permute(1, 2, 0), out=parts)
+
+    def _score_fused(self, piece: _Piece, gradient: torch.Tensor, parts: torch.Tensor) -> None:
+        """The same with one kernel a block size, which reads the weight and its gradient once for all formats."""
+        from autoq.kernels.score import score
+
+        weight = self.weight[piece.matrix, :, piece.rows].T
+        by_block: dict[int | None, list[int]] = {}
+        for i, fmt in enumerate(self.formats):
+            by_block.setdefault(fmt.block, []).append(i)
+        for members in by_block.values():
+            scales = [piece.scales[i] for i in members]
+            turned = [Scales(s.block.T, None if s.zero is None else s.zero.T, s.tensor) for s in scales]
+            parts[:, :, members] += score(weight, gradient.transpose(1, 2), [self.formats[i] for i in members], turned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from autoq.formats import reference
 from autoq.formats.format import Format, IntElement, KVFormat
 from autoq.formats.reference import Packed, Scales
 from autoq.formats.rounding import pack_bits, unpack_bits
+
+if TYPE_CHECKING:
+    from autoq.kernels.attention import CachedTokens
 
 Encode = Callable[[Format, torch.Tensor, "torch.Tensor | None"], Packed]
 Decode = Callable[[Packed], torch.Tensor]
@@ -109,6 +113,13 @@ class PackedTokens:
         assert self.recent is not None
         parts = [self.sink, None if self.codes is None else self._decode(), self.recent]
         return torch.cat([p for p in parts if p is not None], dim=2)
+
+    def cached(self) -> CachedTokens:
+        """Return what `autoq.kernels.attention` reads; nothing is copied."""
+        from autoq.kernels.attention import CachedTokens
+
+        assert self.recent is not None
+        return CachedTokens(self.fmt, self.codes, self.scales, self.zeros, self._scale, self.sink, self.recent)
 
     def keep_last(self, tokens: int) -> None:
         """Forget the oldest tokens: all but `tokens`, rounded up to whole units; groups start where they did."""

@@ -1,6 +1,7 @@
 """Compile every kernel and specialisation for every compute capability; print registers, shared memory and spills.
 
-Run as a script, in a process of its own without Triton's interpreter and without a GPU: the host code is called as a user calls it,
+Run as a script, in a process of its own without Triton's interpreter and without a GPU, with the names of kernel files or none for
+all of them: the host code is called as a user calls it,
 and each launch is recorded and compiled down to a cubin instead. Exit code 1 if one fails to compile or spills.
 """
 
@@ -23,12 +24,14 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from autoq.formats import reference
-from autoq.formats.catalog import WEIGHT_FORMATS
-from autoq.kernels import decode, encode, launch, pack
+from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS
+from autoq.formats.format import KVFormat
+from autoq.kernels import attention, decode, encode, kl, launch, pack, product, score
+from autoq.model.packed_tokens import Backend, PackedTokens
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32",
-            torch.int16: "*i16"}  # fmt: skip
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8",
+            torch.int32: "*i32", torch.int64: "*i64", torch.int16: "*i16"}  # fmt: skip
 OPTIONS = ("enable_fp_fusion", "num_warps")
 
 
@@ -44,7 +47,11 @@ class Launch:
 
     @property
     def title(self) -> str:
-        shown = {k: v for k, v in self.constants if k in ("SCALE", "RULE", "BITS", "MANTISSA", "BLOCK")}
+        shown = {
+            k: v
+            for k, v in self.constants
+            if k in ("SCALE", "RULE", "BITS", "MANTISSA", "BLOCK", "TOKENS", "K_SCALE", "K_BITS", "K_CHANNEL", "DIM")
+        }
         return f"{self.kernel} {' '.join(f'{k.lower()}={v}' for k, v in shown.items())} x={dict(self.signature).get('x_ptr', '')}"
 
 
@@ -65,8 +72,10 @@ def record(calls: dict[Launch, None]) -> None:
         ] = None
 
     JITFunction.run = run
-    for module in (encode, decode, pack):
+    for module in (attention, encode, decode, kl, pack, product, score):
         module.tile = lambda device: launch.GPU_VALUES  # type: ignore[attr-defined]
+    for module in (attention, product, score):
+        module.interpreted = lambda: False  # type: ignore[attr-defined]
 
 
 def launches() -> list[Launch]:
@@ -80,7 +89,33 @@ def launches() -> list[Launch]:
         for dtype in (torch.bfloat16, torch.float32) if fmt.rule in ("absmax", "minmax") else (torch.bfloat16,):
             encode.encode(fmt, torch.ones(64, 4096, dtype=dtype))
             decode.decode(packed, dtype)
+            if fmt.rule in ("absmax", "floor", "minmax"):
+                for tokens in (1, 512):
+                    product.product(torch.ones(tokens, 4096, dtype=dtype), packed)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        logits = torch.ones(4, 50000, dtype=dtype)
+        kl.token_divergence(logits, logits, torch.zeros(4, dtype=torch.int64))
+    for name in ("nvfp4", "mxfp4", "int4_g64", "int4_g128", "int8"):
+        fmt = WEIGHT_FORMATS[name]
+        for dtype in (torch.bfloat16, torch.float32):
+            weight = torch.ones(64, 4096, dtype=dtype)
+            score.score(weight, weight.unsqueeze(0), [fmt], [reference.fit(fmt, weight)])
+    formats = [f for f in KV_FORMATS.values() if not f.is_original]
+    pairs = [(f, f, torch.bfloat16, 128) for f in formats]
+    pairs += [
+        (KV_FORMATS["int4_channel"], KV_FORMATS["nvfp4"], dtype, 256) for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ]
+    for key, value, dtype, head_dim in pairs:
+        query = torch.ones(1, 8, 1, head_dim, dtype=dtype)
+        mask = torch.ones(1, 256, dtype=torch.bool)
+        attention.attention(query, cached(key, head_dim, dtype), cached(value, head_dim, dtype), 1.0, mask=mask, softcap=30.0)
     return list(calls)
+
+
+def cached(fmt: KVFormat, head_dim: int, dtype: torch.dtype) -> attention.CachedTokens:
+    held = PackedTokens(fmt, 4.0, Backend())
+    held.append(torch.ones(1, 2, 256, head_dim, dtype=dtype))
+    return held.cached()
 
 
 def compiled(job: tuple[Launch, int]) -> tuple[str, int, str, bool]:
@@ -108,7 +143,8 @@ def results(jobs: list[tuple[Launch, int]]) -> Iterator[tuple[str, int, str, boo
 
 
 def main() -> None:
-    jobs = [(one, capability) for one in launches() for capability in CAPABILITIES]
+    files = [f"autoq.kernels.{name}" for name in sys.argv[1:]]
+    jobs = [(one, capability) for one in launches() if one.module in files or not files for capability in CAPABILITIES]
     failed = 0
     for title, capability, what, fine in results(jobs):
         failed += not fine

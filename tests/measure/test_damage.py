@@ -14,7 +14,7 @@ from autoq import codec
 from autoq.errors import AutoqError, UserError
 from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
 from autoq.formats.format import KVFormat
-from autoq.measure import damage
+from autoq.measure import damage, weight_scorer
 from autoq.measure.damage import Candidates, DamageScorer
 from autoq.measure.kv_scorer import raw_pair_gradients
 from autoq.measure.labels import label_gradient
@@ -89,6 +89,18 @@ def test_weights_equal_the_slow_truth(name: str, ids: torch.Tensor) -> None:
         ]
         scale = expected.abs().amax()
         torch.testing.assert_close(fast[unit], expected[allowed], rtol=1e-3, atol=1e-4 * float(scale))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_scoring_kernel_takes_over_where_kernels_run(name: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = DamageScorer(build(MODELS[name]), find_units(build(MODELS[name])), Candidates(WEIGHTS, (), ()))
+    expected = scorer.score(ids, [11, 22, 33])
+    monkeypatch.setattr(weight_scorer, "has_kernels", lambda device: True)
+    monkeypatch.setattr(weight_scorer, "rounding_error", None)  # what torch would take
+    found = scorer.score(ids, [11, 22, 33])
+    for unit in (u.name for u in scorer.units.weights):
+        values = expected[unit]
+        torch.testing.assert_close(found[unit], values, rtol=1e-4, atol=1e-6 * float(values.abs().amax()))
 
 
 @pytest.mark.parametrize("tied", [True, False])

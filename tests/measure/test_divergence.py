@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma2Config, PreTrainedModel
 
 from autoq.formats.catalog import weight_format
+from autoq.measure import divergence
 from autoq.measure.divergence import Yardstick
 from autoq.model import head as heads
 from autoq.model.quantized import Assignment, quantized
@@ -36,6 +37,20 @@ def test_streamed_equals_direct(
         nll = -logs[:, :-1].gather(2, ids[:, 1:, None]).mean()
         assert mine == pytest.approx(math.exp(float(nll)), rel=1e-4)
     assert found.percentiles()["max"] == pytest.approx(float(kl.max()), rel=1e-3)
+
+
+def test_the_kernel_takes_over_where_kernels_run(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = find_units(llama)
+    assignment = Assignment({u.name: weight_format("mxfp4") for u in units.weights})
+    expected = Yardstick(llama, units, ids).measure(assignment)
+    monkeypatch.setattr(divergence, "has_kernels", lambda device: True)
+    found = Yardstick(llama, units, ids).measure(assignment)
+    assert found.kl == pytest.approx(expected.kl, rel=1e-3, abs=1e-6)
+    assert (found.agree == expected.agree).all()
+    assert found.nll == pytest.approx(expected.nll, rel=1e-5)
+    assert found.nll_original == pytest.approx(expected.nll_original, rel=1e-5)
 
 
 def test_an_unchanged_model_diverges_by_nothing(llama: PreTrainedModel, ids: torch.Tensor) -> None:
