@@ -24,6 +24,7 @@ from autoq.kernels.launch import interpreted, tile
 
 TILE_VALUES = 1 << 11  # of K (then of V) decoded at a time on a GPU, in at least 16 tokens: what registers hold
 PROGRAMS = 512  # what keeps a large GPU busy
+MOST_REGISTERS = 255  # a thread; left to itself ptxas stops at 128 or 168 and spills the rest
 NOTHING = {
     "IS_FLOAT": False, "BITS": 8, "MANTISSA": 0, "BIAS": 0, "MIN_NORMAL": 1.0, "LARGEST": 127.0, "SCALE": "none", "ASYMMETRIC": False,
     "HAS_TENSOR": False, "CHANNEL": False, "BLOCK": 1,
@@ -220,7 +221,7 @@ def attention(
     attention_kernel[(owners, splits)](
         asked, seen_mask, out, top, norm, *k_given, *v_given, kv_heads, group, head_dim, first, total, stretch, splits, float(scaling),
         float(softcap or 0.0), **{f"K_{n}": c for n, c in k_constants.items()}, **{f"V_{n}": c for n, c in v_constants.items()},
-        GROUP=members, DIM=padded, TILE=size, HAS_MASK=mask is not None, SOFTCAP=softcap is not None, enable_fp_fusion=True, num_warps=4 if padded <= 64 else 8,
+        GROUP=members, DIM=padded, TILE=size, HAS_MASK=mask is not None, SOFTCAP=softcap is not None, enable_fp_fusion=True, num_warps=4 if padded <= 64 else 8, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     highest = top.amax(1, keepdim=True)
     share = torch.exp(top - torch.where(highest.isinf(), 0.0, highest))

@@ -59,8 +59,8 @@ class Profile:
     """Samples by unit and format.
 
     Attributes:
-        samples: unit -> format -> float32 [sequences], u with damage = mean of u^2 / 2T (NaN where not scored yet). Signed inner
-            products for weights, roots of sums of squares for caches.
+        samples: unit -> format -> float32 [sequences], u with damage = mean of u^2 / 2T (NaN where not scored yet): roots of
+            sums of squared inner products.
         relative_error: unit -> format -> squared error over squared norm.
         absmax: cache unit -> largest magnitude seen.
         squared_norm: cache unit -> sum of squares behind its relative errors.

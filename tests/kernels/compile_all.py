@@ -32,7 +32,7 @@ from autoq.model.packed_tokens import Backend, PackedTokens
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8",
             torch.int32: "*i32", torch.int64: "*i64", torch.int16: "*i16"}  # fmt: skip
-OPTIONS = ("enable_fp_fusion", "num_warps")
+OPTIONS = ("enable_fp_fusion", "num_warps", "maxnreg")
 
 
 @dataclass(frozen=True)
