@@ -221,7 +221,9 @@ def attention(
     attention_kernel[(owners, splits)](
         asked, seen_mask, out, top, norm, *k_given, *v_given, kv_heads, group, head_dim, first, total, stretch, splits, float(scaling),
         float(softcap or 0.0), **{f"K_{n}": c for n, c in k_constants.items()}, **{f"V_{n}": c for n, c in v_constants.items()},
-        GROUP=members, DIM=padded, TILE=size, HAS_MASK=mask is not None, SOFTCAP=softcap is not None, enable_fp_fusion=True, num_warps=4 if padded <= 64 else 8, maxnreg=MOST_REGISTERS,
+        GROUP=members, DIM=padded, TILE=size, HAS_MASK=mask is not None, SOFTCAP=softcap is not None, enable_fp_fusion=True,
+        num_warps=4 if padded <= 64 else 8, maxnreg=MOST_REGISTERS,
+        num_stages=1 if asked.dtype == torch.float32 else 3,  # float32 tiles loaded ahead would not fit in shared memory
     )  # fmt: skip
     highest = top.amax(1, keepdim=True)
     share = torch.exp(top - torch.where(highest.isinf(), 0.0, highest))

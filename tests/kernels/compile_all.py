@@ -29,10 +29,18 @@ from autoq.formats.format import KVFormat
 from autoq.kernels import attention, decode, encode, kl, launch, pack, product, score
 from autoq.model.packed_tokens import Backend, PackedTokens
 
-CAPABILITIES = (80, 86, 89, 90, 100, 120)
+SHARED_KIB = {
+    80: 163,
+    86: 99,
+    89: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+}  # a program may have, CUDA C++ Programming Guide, "Compute Capabilities"
+CAPABILITIES = tuple(SHARED_KIB)
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int8: "*i8",
             torch.int32: "*i32", torch.int64: "*i64", torch.int16: "*i16"}  # fmt: skip
-OPTIONS = ("enable_fp_fusion", "num_warps", "maxnreg")
+OPTIONS = ("enable_fp_fusion", "num_warps", "num_stages", "maxnreg")
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,9 @@ def launches() -> list[Launch]:
             score.score(weight, weight.unsqueeze(0), [fmt], [reference.fit(fmt, weight)])
     formats = [f for f in KV_FORMATS.values() if not f.is_original]
     pairs = [(f, f, torch.bfloat16, 128) for f in formats]
-    pairs += [
-        (KV_FORMATS["int4_channel"], KV_FORMATS["nvfp4"], dtype, 256) for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
+    mixed = KV_FORMATS["int4_channel"], KV_FORMATS["nvfp4"]
+    pairs += [(*mixed, dtype, 256) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    pairs += [(*mixed, torch.float32, head_dim) for head_dim in (64, 128)]
     for key, value, dtype, head_dim in pairs:
         query = torch.ones(1, 8, 1, head_dim, dtype=dtype)
         mask = torch.ones(1, 256, dtype=torch.bool)
@@ -134,7 +142,8 @@ def compiled(job: tuple[Launch, int]) -> tuple[str, int, str, bool]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack, shared, local = (int(re.findall(rf"{key}:(\d+)", text)[-1]) for key in ("REG", "STACK", "SHARED", "LOCAL"))
     shared = max(shared, found.metadata.shared)
-    return one.title, capability, f"{registers} registers, {shared} bytes shared, {stack + local} bytes spilled", stack + local == 0
+    fine = stack + local == 0 and shared <= SHARED_KIB[capability] * 1024
+    return one.title, capability, f"{registers} registers, {shared} bytes shared, {stack + local} bytes spilled", fine
 
 
 def results(jobs: list[tuple[Launch, int]]) -> Iterator[tuple[str, int, str, bool]]:
