@@ -81,7 +81,7 @@ def kl_kernel(
     coarse = first + shift - p_lse + q_lse
     fine = first + log1p(second - first)
     tl.store(kl_ptr + row, tl.where(coarse < LARGE, fine, coarse))
-    tl.store(agree_ptr + row, (p_at == q_at).to(tl.int8))
+    tl.store(agree_ptr + row, tl.where(p_at == q_at, 1, 0).to(tl.int8))
     target = tl.load(target_ptr + row)
     tl.store(nll_p_ptr + row, p_lse - to_float32(tl.load(p_ptr + row * stride_p + target)))
     tl.store(nll_q_ptr + row, q_lse - to_float32(tl.load(q_ptr + row * stride_q + target)))
