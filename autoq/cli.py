@@ -6,17 +6,31 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from autoq import __version__
+from autoq.cli_options import (
+    Batch,
+    Calib,
+    Debug,
+    Device,
+    Dtype,
+    Eval,
+    Include,
+    Json,
+    Model,
+    Resume,
+    Run,
+    Samples,
+    Seed,
+    SeqLen,
+    Space,
+)
+from autoq.cli_output import complain, print_json, reporter, stdout
 from autoq.config import SearchConfig
 from autoq.errors import AutoqError, UserError
-
-if TYPE_CHECKING:
-    from autoq.report.terminal import RichReporter
 
 D = SearchConfig()
 INTERRUPTED = 130
@@ -29,45 +43,6 @@ app = typer.Typer(
     help="Search the number format of every weight, key and value of a language model under a memory budget.",
     epilog="Start with [bold]autoq search --budget 4.5bits[/bold]: it runs on the bundled demo model.",
 )
-
-
-def _folder(text: str) -> Path:
-    if not text:
-        raise UserError("--run is empty: give a folder, or leave the option out")
-    return Path(text)
-
-
-Model = Annotated[str, typer.Option("--model", help="demo, a Hub name, a model folder, or a .gguf file.")]
-Space = Annotated[str, typer.Option(help="A bundled search space (default, plain, int, blackwell) or a YAML file.")]
-Calib = Annotated[
-    str | None,
-    typer.Option(
-        help="Text to profile on: .txt, .jsonl, .parquet or a dataset name[:config][@split]. Default: Python's own documentation.",
-        show_default=False,
-    ),
-]
-Eval = Annotated[
-    str | None,
-    typer.Option(
-        "--eval",
-        help="Text to measure on, never the text that was profiled. Default: a part of --calib that is kept apart.",
-        show_default=False,
-    ),
-]
-Samples = Annotated[int, typer.Option(help="Sequences to profile.")]
-SeqLen = Annotated[int, typer.Option(help="Tokens of a profiled sequence.")]
-Run = Annotated[
-    Path | None,
-    typer.Option("--run", parser=_folder, metavar="DIR", help="Run folder. Default: runs/<model>-<time>.", show_default=False),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on in --run, or in this model's newest run.")]
-Include = Annotated[list[str] | None, typer.Option(help="Search this too: lm_head.", show_default=False)]
-Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Batch = Annotated[int, typer.Option(help="Sequences scored together.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _version(asked: bool) -> None:
@@ -133,19 +108,19 @@ def search(
         eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, run=run,
         resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch,
     )  # fmt: skip
-    reporter = _reporter()
+    progress = reporter()
     from autoq import api
     from autoq.run_folder import RESULT, write_atomically
 
-    result = api.search(config, reporter)
+    result = api.search(config, progress)
     data = result.to_json()
     write_atomically(result.run / RESULT, json.dumps(data, indent=1) + "\n")
     if as_json:
-        _print_json(data)
+        print_json(data)
     else:
         from autoq.report.terminal import search_result
 
-        _stdout().print(search_result(result, api.show(result.recipe)["units"]))
+        stdout().print(search_result(result, api.show(result.recipe)["units"]))
 
 
 @app.command(
@@ -174,10 +149,10 @@ def profile(
         model=model, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len, run=run, resume=resume,
         include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch,
     )  # fmt: skip
-    reporter = _reporter()
+    progress = reporter()
     from autoq import api
 
-    done = api.profile(config, reporter)
+    done = api.profile(config, progress)
     facts: dict[str, Any] = {
         "run": str(done.run.path),
         "model": model,
@@ -190,9 +165,9 @@ def profile(
         "seconds": done.clock.seconds,
     }
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
-    out = _stdout()
+    out = stdout()
     out.print(
         f"{facts['units']} units x {len(facts['formats'])} formats on {facts['sequences']} sequences of {facts['tokens']} tokens, in {facts['run']}"
     )
@@ -222,11 +197,11 @@ def front(
 
     result = api.front(run, asked)
     if as_json:
-        _print_json(result.to_json())
+        print_json(result.to_json())
     else:
         from autoq.report.terminal import fronts
 
-        _stdout().print(fronts(result))
+        stdout().print(fronts(result))
 
 
 @app.command(epilog="Examples:\n\nautoq show\n\nautoq show runs/mine\n\nautoq show recipe.yaml --json")
@@ -243,11 +218,11 @@ def show(
 
     view = api.show(read_recipe(api.find_recipe(recipe)))
     if as_json:
-        _print_json(view)
+        print_json(view)
     else:
         from autoq.report.terminal import recipe_view
 
-        _stdout().print(recipe_view(view))
+        stdout().print(recipe_view(view))
 
 
 @app.command(
@@ -272,16 +247,16 @@ def validate(
     import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
     from autoq import api
 
-    result = api.validate(api.find_recipe(recipe), model, sample, seed, _reporter())
+    result = api.validate(api.find_recipe(recipe), model, sample, seed, reporter())
     if as_json:
-        _print_json(result.to_json())
+        print_json(result.to_json())
     else:
         from autoq.report.terminal import validation
 
-        _stdout().print(validation(result))
+        stdout().print(validation(result))
     if result.problems:
         for problem in result.problems:
-            _complain(problem)
+            complain(problem)
         raise typer.Exit(1)
 
 
@@ -291,9 +266,9 @@ def formats(as_json: Json = False, debug: Debug = False) -> None:
     from autoq.report.formats import format_rows, format_table
 
     if as_json:
-        _print_json({"formats": format_rows()})
+        print_json({"formats": format_rows()})
     else:
-        _stdout().print(format_table())
+        stdout().print(format_table())
 
 
 @app.command(
@@ -327,7 +302,7 @@ def memory(
     loaded = read_recipe(api.find_recipe(recipe)) if recipe else None
     rows = api.memory(model or (loaded.model.id if loaded else D.model), contexts, batches, loaded)
     if as_json:
-        _print_json({"rows": rows})
+        print_json({"rows": rows})
     else:
         from autoq.report.terminal import memory_table
 
@@ -336,28 +311,13 @@ def memory(
             if recipe
             else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
         )
-        _stdout().print(memory_table(rows, of))
+        stdout().print(memory_table(rows, of))
 
 
 def _whole(text: str) -> int:
     if not re.fullmatch(r"\s*-?[0-9]{1,12}\s*", text):
         raise UserError(f"--batch {text!r} is not a whole number: write 1 or 1,8")
     return int(text)
-
-
-def _stdout() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 110))
-
-
-def _reporter() -> RichReporter:
-    from autoq.report.terminal import RichReporter
-
-    return RichReporter(Console(stderr=True))
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(data, allow_nan=False, default=str) + "\n")
 
 
 def main() -> None:
@@ -368,7 +328,7 @@ def main() -> None:
     except AutoqError as error:
         if debug:
             raise
-        _complain(str(error))
+        complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -378,15 +338,9 @@ def main() -> None:
             sys.exit(error.exit_code)
         if debug:
             raise
-        _complain(f"{type(error).__name__}: {error} (--debug shows where)")
+        complain(f"{type(error).__name__}: {error} (--debug shows where)")
         sys.exit(1)
     if code == INTERRUPTED:
-        _complain("stopped; --resume goes on from the last finished batch")
+        complain("stopped; --resume goes on from the last finished batch")
     if isinstance(code, int):
         sys.exit(code)
-
-
-def _complain(text: str) -> None:
-    from rich.text import Text
-
-    Console(stderr=True).print(Text("autoq: ", style="bold red") + Text(text), soft_wrap=True)

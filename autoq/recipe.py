@@ -5,50 +5,26 @@ It stands alone: every format used is written out in full, and every tensor is n
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from autoq.errors import UserError, unknown
-from autoq.formats.catalog import WEIGHT_FORMATS
-from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
+from autoq.formats.format import Format, KVFormat
+from autoq.recipe_formats import FormatEntry, NotNegative, Strict, format_of, kv_format_of
 from autoq.run_folder import write_atomically
 from autoq.yaml_file import read_yaml
 
 SCHEMA_VERSION = 1
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class FormatEntry(_Strict):
-    """A format written out in full."""
-
-    element: str = Field(description="E2M1, E2M3, E3M2, E4M3, E5M2, INTn, INTn asym, or BF16 for the original")
-    block: int | None = Field(ge=1, le=2**20, description="values that share a scale; null is the whole row")
-    scale: ScaleType = Field(description="type the block scales are stored in")
-    rule: ScaleRule = Field(description="how the encoder picks the scale")
-    tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
-    tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
-    axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
-    static_scale: Literal["none", "absmax"] | NotNegative | None = Field(
-        default=None, description="KV: where the static scale comes from"
-    )
-    residual: int = Field(default=0, ge=0, lt=2**31, description="KV: newest tokens kept in 16 bit")
-    sink: int = Field(default=0, ge=0, lt=2**31, description="KV: first tokens kept in 16 bit")
-    activation: str | None = Field(default=None, description="format of the layer's input")
-
-
-class WeightEntry(_Strict):
+class WeightEntry(Strict):
     """The format of one weight unit: tensors that share it."""
 
     format: str
@@ -60,7 +36,7 @@ class WeightEntry(_Strict):
     tensors: tuple[str, ...]
 
 
-class CacheEntry(_Strict):
+class CacheEntry(Strict):
     """The format of the K or the V cache of one layer."""
 
     format: str
@@ -69,7 +45,7 @@ class CacheEntry(_Strict):
     absmax: NotNegative = Field(description="largest magnitude in the profile's text; calibrates static scales")
 
 
-class KVEntry(_Strict):
+class KVEntry(Strict):
     """The cache of one attention layer."""
 
     layer: Count
@@ -79,7 +55,7 @@ class KVEntry(_Strict):
     value: CacheEntry
 
 
-class ModelEntry(_Strict):
+class ModelEntry(Strict):
     """The model a recipe is for."""
 
     id: str = Field(pattern=r"^[^\x00-\x1f\x7f]+$")
@@ -88,7 +64,7 @@ class ModelEntry(_Strict):
     parameters: Count
 
 
-class BudgetEntry(_Strict):
+class BudgetEntry(Strict):
     """What was asked for."""
 
     weights: str | None
@@ -96,7 +72,7 @@ class BudgetEntry(_Strict):
     context: Count = Field(description="tokens at which the cache is priced")
 
 
-class TotalsEntry(_Strict):
+class TotalsEntry(Strict):
     """What the recipe stores."""
 
     bits: NotNegative = Field(description="effective bits of the searched weights, scales and padding counted")
@@ -106,7 +82,7 @@ class TotalsEntry(_Strict):
     kv_bytes: Count = Field(description="the cache of one sequence at the context")
 
 
-class PredictedEntry(_Strict):
+class PredictedEntry(Strict):
     """The predicted damage."""
 
     kl: float
@@ -114,7 +90,7 @@ class PredictedEntry(_Strict):
     estimator: str
 
 
-class UniformEntry(_Strict):
+class UniformEntry(Strict):
     """A uniform format measured beside the recipe."""
 
     format: str
@@ -125,7 +101,7 @@ class UniformEntry(_Strict):
     stderr: NotNegative
 
 
-class MeasuredEntry(_Strict):
+class MeasuredEntry(Strict):
     """What was measured on text that was not profiled."""
 
     kl: float
@@ -142,7 +118,7 @@ class MeasuredEntry(_Strict):
     uniform: tuple[UniformEntry, ...]
 
 
-class ProvenanceEntry(_Strict):
+class ProvenanceEntry(Strict):
     """How the recipe was made."""
 
     command: str
@@ -157,7 +133,7 @@ class ProvenanceEntry(_Strict):
     versions: dict[str, str]
 
 
-class ValidationEntry(_Strict):
+class ValidationEntry(Strict):
     """What `autoq validate` found when every tensor was packed and the model ran on the bytes."""
 
     kernels: str = Field(description="where the kernels ran: interpreter, or the GPU's name")
@@ -177,7 +153,7 @@ class ValidationEntry(_Strict):
     created: str
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A recipe; field order is the order in the file."""
 
     schema_version: Literal[1]
@@ -296,67 +272,6 @@ def _field_type(owner: Any, part: int | str) -> Any:
         optional = [a for a in getattr(owner, "__args__", ()) if _is_model(a)]
         return optional[0] if optional and type(None) in owner.__args__ else owner
     return next((a for a in getattr(owner, "__args__", ()) if _is_model(a)), None)
-
-
-def describe(fmt: Format | KVFormat) -> FormatEntry:
-    """Write a format out in full."""
-    values = fmt.values if isinstance(fmt, KVFormat) else fmt
-    entry = {
-        "element": values.element.name if values.element else "BF16",
-        "block": values.block,
-        "scale": values.scale,
-        "rule": values.rule,
-        "tensor_scale": values.tensor_scale,
-        "tensor_range": values.tensor_range if values.scale == "e4m3" else None,
-        "activation": values.activation.name if values.activation else None,
-    }
-    if isinstance(fmt, KVFormat):
-        entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink}
-    return FormatEntry(**entry)  # type: ignore[arg-type]
-
-
-def format_of(name: str, entries: dict[str, FormatEntry]) -> Format:
-    """Build a weight format from its entry; raises UserError for an element or scale autoq does not know."""
-    entry = entries[name]
-    return _block_format(name, entry)
-
-
-def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
-    """Build a KV format from its entry."""
-    entry = entries[name]
-    calibration: Any = entry.static_scale if entry.static_scale is not None else "none"
-    return KVFormat(name, _block_format(name, entry), entry.axis or "token", calibration, entry.residual, entry.sink)
-
-
-def _block_format(name: str, entry: FormatEntry) -> Format:
-    activation = None
-    if entry.activation is not None:
-        if entry.activation not in WEIGHT_FORMATS:
-            raise unknown(f"activation format of {name}:", entry.activation, WEIGHT_FORMATS)
-        activation = WEIGHT_FORMATS[entry.activation]
-    extra: dict[str, Any] = {} if entry.tensor_range is None else {"tensor_range": entry.tensor_range}
-    return Format(
-        name,
-        _element(name, entry.element),
-        entry.block,
-        entry.scale,
-        entry.rule,
-        entry.tensor_scale,
-        activation=activation,
-        **extra,
-    )
-
-
-def _element(name: str, text: str) -> FloatElement | IntElement | None:
-    if text == "BF16":
-        return None
-    found = re.match(r"^INT([2-8])( asym)?$", text)
-    if found:
-        return IntElement(int(found.group(1)), found.group(2) is not None)
-    known = {f.element.name: f.element for f in WEIGHT_FORMATS.values() if isinstance(f.element, FloatElement)}
-    if text not in known:
-        raise unknown(f"element of format {name}:", text, [*known, "INT4", "INT4 asym", "BF16"])
-    return known[text]
 
 
 def json_schema() -> dict[str, Any]:

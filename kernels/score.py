@@ -20,8 +20,6 @@ from autoq.formats.reference import Scales
 from autoq.kernels.elements import bits_float, float_bits, to_float32
 from autoq.kernels.launch import interpreted, tile
 
-CONSTANTS = 5  # lowest and highest value, exponent bits that count, smallest step's power of two, factor to the rounding constant
-
 
 @triton.jit
 def score_kernel(
@@ -57,7 +55,10 @@ def score_kernel(
 
 
 def constants(formats: Sequence[Format]) -> torch.Tensor:
-    """Return float32 [formats, CONSTANTS]: what rounds to the elements of each."""
+    """Return float32 [formats, 5], what rounds to the elements of each.
+
+    Lowest and highest value, the exponent bits that count, the smallest normal number, the factor to the rounding constant.
+    """
     rows = []
     for fmt in formats:
         element = fmt.element

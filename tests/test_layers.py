@@ -10,6 +10,7 @@ LAYERS = [
     {"errors", "config", "__init__"},
     {"yaml_file", "budget", "formats", "report.progress", "run_folder"},
     {"codec", "kernels"},
+    {"recipe_formats"},
     {"recipe", "recipe_schema"},
     {"model"},
     {"cost"},
@@ -17,7 +18,7 @@ LAYERS = [
     {"search"},
     {"report"},
     {"api"},
-    {"cli", "__main__"},
+    {"cli", "cli_options", "cli_output", "__main__"},
 ]
 
 

@@ -19,7 +19,8 @@ from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, kv_format, weight_
 from autoq.formats.format import KVFormat
 from autoq.model.load import load_config, model_source
 from autoq.model.units import find_units
-from autoq.recipe import Recipe, describe, format_of, json_schema, kv_format_of, read_recipe, to_yaml
+from autoq.recipe import Recipe, json_schema, read_recipe, to_yaml
+from autoq.recipe_formats import describe, format_of, kv_format_of
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.divergence import Divergence
 from autoq.measure.estimate import DamageTable, Prediction
 from autoq.model.text import STDLIB
+from autoq.recipe_formats import describe
 from autoq.search.baselines import Uniform
 from autoq.search.problem import Option
 
@@ -93,8 +94,8 @@ def make_recipe(
             text=plan.config.eval or plan.config.calib or STDLIB,
             uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
         ),
-        formats={name: recipes.describe(f) for name, f in used.items()},
-        kv_formats={name: recipes.describe(f) for name, f in kv_used.items()},
+        formats={name: describe(f) for name, f in used.items()},
+        kv_formats={name: describe(f) for name, f in kv_used.items()},
         weights=weights,
         kv=tuple(recipes.KVEntry(**entry) for entry in layers.values()),
         left_out={entry.reason: entry.numel for entry in units.left_out},

@@ -1,0 +1,49 @@
+"""Options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoq.errors import UserError
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise UserError("--run is empty: give a folder, or leave the option out")
+    return Path(text)
+
+
+Model = Annotated[str, typer.Option("--model", help="demo, a Hub name, a model folder, or a .gguf file.")]
+Space = Annotated[str, typer.Option(help="A bundled search space (default, plain, int, blackwell) or a YAML file.")]
+Calib = Annotated[
+    str | None,
+    typer.Option(
+        help="Text to profile on: .txt, .jsonl, .parquet or a dataset name[:config][@split]. Default: Python's own documentation.",
+        show_default=False,
+    ),
+]
+Eval = Annotated[
+    str | None,
+    typer.Option(
+        "--eval",
+        help="Text to measure on, never the text that was profiled. Default: a part of --calib that is kept apart.",
+        show_default=False,
+    ),
+]
+Samples = Annotated[int, typer.Option(help="Sequences to profile.")]
+SeqLen = Annotated[int, typer.Option(help="Tokens of a profiled sequence.")]
+Run = Annotated[
+    Path | None,
+    typer.Option("--run", parser=_folder, metavar="DIR", help="Run folder. Default: runs/<model>-<time>.", show_default=False),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on in --run, or in this model's newest run.")]
+Include = Annotated[list[str] | None, typer.Option(help="Search this too: lm_head.", show_default=False)]
+Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Batch = Annotated[int, typer.Option(help="Sequences scored together.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -1,0 +1,37 @@
+"""Where the command line prints: results to stdout, words, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from autoq.report.terminal import RichReporter
+
+
+def stdout() -> Console:
+    """Return where results are printed."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 110))
+
+
+def reporter() -> RichReporter:
+    """Return what shows progress, on stderr."""
+    from autoq.report.terminal import RichReporter
+
+    return RichReporter(Console(stderr=True))
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """Print one JSON object on stdout."""
+    sys.stdout.write(json.dumps(data, allow_nan=False, default=str) + "\n")
+
+
+def complain(text: str) -> None:
+    """Print an error on stderr."""
+    from rich.text import Text
+
+    Console(stderr=True).print(Text("autoq: ", style="bold red") + Text(text), soft_wrap=True)

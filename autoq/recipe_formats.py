@@ -1,0 +1,99 @@
+"""Formats as a recipe writes them: in full, so that the file stands alone; from Format to entry and back."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autoq.errors import unknown
+from autoq.formats.catalog import WEIGHT_FORMATS
+from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
+
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Strict(BaseModel):
+    """A part of a recipe: no unknown keys, no infinities, read only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FormatEntry(Strict):
+    """A format written out in full."""
+
+    element: str = Field(description="E2M1, E2M3, E3M2, E4M3, E5M2, INTn, INTn asym, or BF16 for the original")
+    block: int | None = Field(ge=1, le=2**20, description="values that share a scale; null is the whole row")
+    scale: ScaleType = Field(description="type the block scales are stored in")
+    rule: ScaleRule = Field(description="how the encoder picks the scale")
+    tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
+    tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
+    axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
+    static_scale: Literal["none", "absmax"] | NotNegative | None = Field(
+        default=None, description="KV: where the static scale comes from"
+    )
+    residual: int = Field(default=0, ge=0, lt=2**31, description="KV: newest tokens kept in 16 bit")
+    sink: int = Field(default=0, ge=0, lt=2**31, description="KV: first tokens kept in 16 bit")
+    activation: str | None = Field(default=None, description="format of the layer's input")
+
+
+def describe(fmt: Format | KVFormat) -> FormatEntry:
+    """Write a format out in full."""
+    values = fmt.values if isinstance(fmt, KVFormat) else fmt
+    entry = {
+        "element": values.element.name if values.element else "BF16",
+        "block": values.block,
+        "scale": values.scale,
+        "rule": values.rule,
+        "tensor_scale": values.tensor_scale,
+        "tensor_range": values.tensor_range if values.scale == "e4m3" else None,
+        "activation": values.activation.name if values.activation else None,
+    }
+    if isinstance(fmt, KVFormat):
+        entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink}
+    return FormatEntry(**entry)  # type: ignore[arg-type]
+
+
+def format_of(name: str, entries: dict[str, FormatEntry]) -> Format:
+    """Build a weight format from its entry; raises UserError for an element or scale autoq does not know."""
+    entry = entries[name]
+    return _block_format(name, entry)
+
+
+def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
+    """Build a KV format from its entry."""
+    entry = entries[name]
+    calibration: Any = entry.static_scale if entry.static_scale is not None else "none"
+    return KVFormat(name, _block_format(name, entry), entry.axis or "token", calibration, entry.residual, entry.sink)
+
+
+def _block_format(name: str, entry: FormatEntry) -> Format:
+    activation = None
+    if entry.activation is not None:
+        if entry.activation not in WEIGHT_FORMATS:
+            raise unknown(f"activation format of {name}:", entry.activation, WEIGHT_FORMATS)
+        activation = WEIGHT_FORMATS[entry.activation]
+    extra: dict[str, Any] = {} if entry.tensor_range is None else {"tensor_range": entry.tensor_range}
+    return Format(
+        name,
+        _element(name, entry.element),
+        entry.block,
+        entry.scale,
+        entry.rule,
+        entry.tensor_scale,
+        activation=activation,
+        **extra,
+    )
+
+
+def _element(name: str, text: str) -> FloatElement | IntElement | None:
+    if text == "BF16":
+        return None
+    found = re.match(r"^INT([2-8])( asym)?$", text)
+    if found:
+        return IntElement(int(found.group(1)), found.group(2) is not None)
+    known = {f.element.name: f.element for f in WEIGHT_FORMATS.values() if isinstance(f.element, FloatElement)}
+    if text not in known:
+        raise unknown(f"element of format {name}:", text, [*known, "INT4", "INT4 asym", "BF16"])
+    return known[text]
