@@ -55,3 +55,10 @@ def parse_size(text: str) -> int:
     if not found or int(found.group(1)) == 0:
         raise UserError(f"{text!r} is not a number of tokens: write 4096, 32k or 1M")
     return int(found.group(1)) * {"": 1, "k": 2**10, "m": 2**20}[found.group(2).lower()]
+
+
+def parse_count(text: str, option: str) -> int:
+    """Read a whole number; raises UserError."""
+    if not re.fullmatch(r"\s*-?[0-9]{1,12}\s*", text):
+        raise UserError(f"{option} {text!r} is not a whole number: write 1 or 1,8")
+    return int(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ from autoq.cli_options import (
     SeqLen,
     Space,
 )
-from autoq.cli_output import complain, print_json, reporter, stdout
+from autoq.cli_output import complain, fail, print_json, reporter, stdout
 from autoq.config import SearchConfig
 from autoq.errors import AutoqError, UserError
 
@@ -90,6 +89,12 @@ def search(
     correct: Annotated[
         int, typer.Option(help="Profiled sequences on which uniform formats are measured to correct the prediction; 0: leave out.")
     ] = D.correct,
+    validate: Annotated[
+        int,
+        typer.Option(
+            help="Then pack so many units with the kernels and measure on packed bytes, as `autoq validate` does; 0: leave out."
+        ),
+    ] = D.validate,
     run: Run = None,
     resume: Resume = False,
     include: Include = None,
@@ -105,10 +110,12 @@ def search(
 
     config = SearchConfig(
         model=model, budget=budget, kv_budget=kv_budget, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
-        eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, run=run,
+        eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, validate=validate, run=run,
         resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, batch=batch,
     )  # fmt: skip
     progress = reporter()
+    if config.validate:
+        import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
     from autoq import api
     from autoq.run_folder import RESULT, write_atomically
 
@@ -121,6 +128,7 @@ def search(
         from autoq.report.terminal import search_result
 
         stdout().print(search_result(result, api.show(result.recipe)["units"]))
+    fail(result.validation.problems if result.validation else ())
 
 
 @app.command(
@@ -254,10 +262,7 @@ def validate(
         from autoq.report.terminal import validation
 
         stdout().print(validation(result))
-    if result.problems:
-        for problem in result.problems:
-            complain(problem)
-        raise typer.Exit(1)
+    fail(result.problems)
 
 
 @app.command(epilog="Examples:\n\nautoq formats")
@@ -292,10 +297,10 @@ def memory(
     debug: Debug = False,
 ) -> None:
     """Price weights and KV cache: a row per KV format, context and batch."""
-    from autoq.budget import parse_size
+    from autoq.budget import parse_count, parse_size
 
     contexts = [parse_size(c) for c in context.split(",")]
-    batches = [_whole(b) for b in batch.split(",")]
+    batches = [parse_count(b, "--batch") for b in batch.split(",")]
     from autoq import api
     from autoq.recipe import read_recipe
 
@@ -312,12 +317,6 @@ def memory(
             else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
         )
         stdout().print(memory_table(rows, of))
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"\s*-?[0-9]{1,12}\s*", text):
-        raise UserError(f"--batch {text!r} is not a whole number: write 1 or 1,8")
-    return int(text)
 
 
 def main() -> None:

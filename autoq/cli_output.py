@@ -6,6 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -35,3 +36,11 @@ def complain(text: str) -> None:
     from rich.text import Text
 
     Console(stderr=True).print(Text("autoq: ", style="bold red") + Text(text), soft_wrap=True)
+
+
+def fail(problems: tuple[str, ...]) -> None:
+    """Print what is wrong and end with exit code 1; go on if nothing is."""
+    for problem in problems:
+        complain(problem)
+    if problems:
+        raise typer.Exit(1)

@@ -22,6 +22,7 @@ class SearchConfig:
         eval_samples, eval_len: windows to measure on and their length.
         context: tokens at which the cache is priced; None is 8,192 or the model's maximum.
         correct: profile sequences on which every uniform format is measured to correct its column; 0 leaves it out.
+        validate: weight units, drawn at random, that the kernels pack at the end to check the recipe on bytes; 0 leaves it out.
         run: the run folder; None makes runs/<model>-<time>.
         batch: sequences scored together.
     """
@@ -38,6 +39,7 @@ class SearchConfig:
     eval_len: int = 256
     context: int | None = None
     correct: int = 8
+    validate: int = 0
     run: Path | None = None
     resume: bool = False
     include: tuple[str, ...] = ()
@@ -54,7 +56,15 @@ class SearchConfig:
         return " ".join([*given, *(f"--include {name}" for name in self.include)])
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 2), ("seq_len", 8), ("eval_samples", 2), ("eval_len", 8), ("batch", 1), ("correct", 0)):
+        for name, least in (
+            ("samples", 2),
+            ("seq_len", 8),
+            ("eval_samples", 2),
+            ("eval_len", 8),
+            ("batch", 1),
+            ("correct", 0),
+            ("validate", 0),
+        ):
             value = getattr(self, name)
             if value < least:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")

@@ -150,6 +150,10 @@ class ValidationEntry(Strict):
     top1_agreement: Share
     perplexity: NotNegative
     greedy_agreement: Share = Field(description="share of greedily generated tokens before the first that differs")
+    attention_difference: NotNegative | None = Field(
+        default=None,
+        description="one token's hidden state, attention over packed bytes against decoded tokens; of the largest value",
+    )
     created: str
 
 

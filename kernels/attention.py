@@ -37,8 +37,10 @@ class CachedTokens:
 
     Attributes:
         fmt: its format, fitted to head_dim.
-        codes: uint8 [batch, KV heads, units, rows of a unit, bytes], contiguous; None while nothing is packed.
-        scales: [batch, KV heads, units, rows, blocks] as stored. zeros: one bit stream of zero points in that order.
+        codes: uint8 [batch, KV heads, units, rows of a unit, bytes], contiguous but for memory between heads; None while nothing is
+            packed. scales: [batch, KV heads, units, rows, blocks] as stored, with as much memory between heads.
+        zeros: uint8 [batch, KV heads, bytes], the zero points in that order, one bit stream a head; those of the tokens held begin
+            at number `first_zero`.
         tensor: float32 scalar that multiplies every scale, or None.
         sink, recent: [batch, KV heads, tokens, head_dim] before and after the packed tokens.
     """
@@ -47,6 +49,7 @@ class CachedTokens:
     codes: torch.Tensor | None
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
+    first_zero: int
     tensor: torch.Tensor | None
     sink: torch.Tensor | None
     recent: torch.Tensor
@@ -72,8 +75,8 @@ class CachedTokens:
 
 
 @triton.jit
-def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_ptr, sunk, packed, head_dim, row_bytes, zero_bytes,
-                sink_batch, sink_head, sink_token, recent_batch, recent_head, recent_token, batch, head, heads, token, dim, inside,
+def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_ptr, sunk, packed, room, head_dim, row_bytes,
+                zero_bytes, first_zero, sink_batch, sink_head, sink_token, recent_batch, recent_head, recent_token, batch, head, heads, token, dim, inside,
                 IS_FLOAT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MIN_NORMAL: tl.constexpr,
                 LARGEST: tl.constexpr, SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_TENSOR: tl.constexpr, CHANNEL: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
@@ -82,19 +85,21 @@ def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_p
     is_packed = inside & ((at >= 0) & (at < packed))[:, None]
     owner = (batch * heads + head).to(tl.int64)
     if CHANNEL:
-        row = (owner * (packed // BLOCK) + at[:, None] // BLOCK) * head_dim + dim[None, :]
+        row = at[:, None] // BLOCK * head_dim + dim[None, :]
         index = at[:, None] % BLOCK + tl.zeros_like(dim)[None, :]
         block = row
+        blocks = 1
     else:
-        row = owner * packed + at[:, None] + tl.zeros_like(dim)[None, :]
+        row = at[:, None] + tl.zeros_like(dim)[None, :]
         index = dim[None, :] + tl.zeros_like(token)[:, None]
-        block = row * ((head_dim + BLOCK - 1) // BLOCK) + dim[None, :] // BLOCK
+        blocks = (head_dim + BLOCK - 1) // BLOCK
+        block = row * blocks + dim[None, :] // BLOCK
     value = read_elements(
-        codes_ptr + row * row_bytes, zeros_ptr, index, row_bytes, block, zero_bytes, is_packed,
-        IS_FLOAT, ASYMMETRIC, BITS, MANTISSA, BIAS, MIN_NORMAL, LARGEST,
+        codes_ptr + (owner * room + row) * row_bytes, zeros_ptr + owner * zero_bytes, index, row_bytes, first_zero + block, zero_bytes,
+        is_packed, IS_FLOAT, ASYMMETRIC, BITS, MANTISSA, BIAS, MIN_NORMAL, LARGEST,
     )  # fmt: skip
     if SCALE != "none":
-        scale = read_scale(scales_ptr, block, is_packed, SCALE)
+        scale = read_scale(scales_ptr, owner * room * blocks + block, is_packed, SCALE)
         if HAS_TENSOR:
             scale = scale * tl.load(tensor_ptr)
         value = value * scale
@@ -111,11 +116,13 @@ def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_p
 @triton.jit
 def attention_kernel(
     query_ptr, mask_ptr, out_ptr, max_ptr, sum_ptr,
-    k_codes, k_scales, k_zeros, k_tensor, k_sink, k_recent, k_sunk, k_packed, k_row_bytes, k_zero_bytes,
+    k_codes, k_scales, k_zeros, k_tensor, k_sink, k_recent, k_sunk, k_packed, k_room, k_row_bytes,
+    k_zero_bytes, k_first_zero,
     k_sink_batch, k_sink_head, k_sink_token, k_recent_batch, k_recent_head, k_recent_token,
-    v_codes, v_scales, v_zeros, v_tensor, v_sink, v_recent, v_sunk, v_packed, v_row_bytes, v_zero_bytes,
+    v_codes, v_scales, v_zeros, v_tensor, v_sink, v_recent, v_sunk, v_packed, v_room, v_row_bytes,
+    v_zero_bytes, v_first_zero,
     v_sink_batch, v_sink_head, v_sink_token, v_recent_batch, v_recent_head, v_recent_token,
-    heads, group, head_dim, first, total, stretch, splits, scaling, softcap,
+    heads, group, head_dim, total, stretch, splits, scaling, softcap,
     K_IS_FLOAT: tl.constexpr, K_BITS: tl.constexpr, K_MANTISSA: tl.constexpr, K_BIAS: tl.constexpr, K_MIN_NORMAL: tl.constexpr,
     K_LARGEST: tl.constexpr, K_SCALE: tl.constexpr, K_ASYMMETRIC: tl.constexpr, K_HAS_TENSOR: tl.constexpr, K_CHANNEL: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -134,13 +141,14 @@ def attention_kernel(
     top = tl.full((GROUP,), float("-inf"), tl.float32)
     norm = tl.zeros((GROUP,), tl.float32)
     mixed = tl.zeros((GROUP, DIM), tl.float32)
-    start = first + split * stretch
+    start = split * stretch
     stop = tl.minimum(start + stretch, total)
     for tile_start in range(start, stop, TILE):
         token = tile_start + tl.arange(0, TILE)
         inside = (token < stop)[:, None] & (dim < head_dim)[None, :]
         key = read_tokens(
-            k_codes, k_scales, k_zeros, k_tensor, k_sink, k_recent, k_sunk, k_packed, head_dim, k_row_bytes, k_zero_bytes,
+            k_codes, k_scales, k_zeros, k_tensor, k_sink, k_recent, k_sunk, k_packed, k_room, head_dim,
+            k_row_bytes, k_zero_bytes, k_first_zero,
             k_sink_batch, k_sink_head, k_sink_token, k_recent_batch, k_recent_head, k_recent_token, batch, head, heads, token, dim, inside,
             K_IS_FLOAT, K_BITS, K_MANTISSA, K_BIAS, K_MIN_NORMAL, K_LARGEST, K_SCALE, K_ASYMMETRIC, K_HAS_TENSOR, K_CHANNEL, K_BLOCK,
         )  # fmt: skip
@@ -158,7 +166,8 @@ def attention_kernel(
         weight = tl.exp(logits - base[:, None])
         norm = norm * kept + tl.sum(weight, axis=1)
         value = read_tokens(
-            v_codes, v_scales, v_zeros, v_tensor, v_sink, v_recent, v_sunk, v_packed, head_dim, v_row_bytes, v_zero_bytes,
+            v_codes, v_scales, v_zeros, v_tensor, v_sink, v_recent, v_sunk, v_packed, v_room, head_dim,
+            v_row_bytes, v_zero_bytes, v_first_zero,
             v_sink_batch, v_sink_head, v_sink_token, v_recent_batch, v_recent_head, v_recent_token, batch, head, heads, token, dim, inside,
             V_IS_FLOAT, V_BITS, V_MANTISSA, V_BIAS, V_MIN_NORMAL, V_LARGEST, V_SCALE, V_ASYMMETRIC, V_HAS_TENSOR, V_CHANNEL, V_BLOCK,
         )  # fmt: skip
@@ -187,7 +196,8 @@ def attention(
 
     Args:
         query: [batch, heads, 1, head_dim] of the newest token, which the cache already holds.
-        mask: bool [batch, tokens], False where a token is padding. window: only the newest so many tokens are seen.
+        mask: bool [batch, tokens], False where a token is padding; at least as many tokens as are seen, up to the newest.
+        window: only the newest so many tokens are seen; K and V may then hold different numbers of older ones.
         softcap: logits are softcap * tanh(logits / softcap), as in Gemma 2.
         splits: stretches of tokens that are worked on side by side; by default as many as keep a GPU busy.
 
@@ -196,30 +206,29 @@ def attention(
     batch, heads, queries, head_dim = query.shape
     if queries != 1:
         raise AutoqError(f"decode attention takes one query a sequence, not {queries}")
-    if key.tokens != value.tokens:
+    total = min(key.tokens, value.tokens) if window is None else min(key.tokens, value.tokens, window)
+    if key.tokens != value.tokens and total != window:
         raise AutoqError(f"the cache holds {key.tokens} keys but {value.tokens} values")
     tile(query.device)
-    kv_heads, total = key.recent.shape[1], key.tokens
+    kv_heads = key.recent.shape[1]
     group = heads // kv_heads
-    first = 0 if window is None else max(0, total - window)
-    seen = total - first
     on_cpu = interpreted()
     dtype = query.dtype
     asked = query.float() if on_cpu and dtype == torch.bfloat16 else query  # the interpreter multiplies bit patterns of bfloat16
     asked = asked.reshape(batch, kv_heads, group, head_dim).contiguous()
     padded, members = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(group))
-    size = max(16, TILE_VALUES // padded) if not on_cpu else max(16, min(1024, triton.next_power_of_2(max(seen, 1))))
+    size = max(16, TILE_VALUES // padded) if not on_cpu else max(16, min(1024, triton.next_power_of_2(max(total, 1))))
     if splits is None:
-        splits = 1 if on_cpu else max(1, min(triton.cdiv(seen, 4 * size), triton.cdiv(PROGRAMS, batch * kv_heads)))
-    stretch = triton.cdiv(triton.cdiv(max(seen, 1), splits), size) * size
+        splits = 1 if on_cpu else max(1, min(triton.cdiv(total, 4 * size), triton.cdiv(PROGRAMS, batch * kv_heads)))
+    stretch = triton.cdiv(triton.cdiv(max(total, 1), splits), size) * size
     owners = batch * kv_heads
     out = torch.empty(owners, splits, members, padded, dtype=torch.float32, device=query.device)
     top, norm = (torch.empty(owners, splits, members, dtype=torch.float32, device=query.device) for _ in range(2))
-    k_given, k_constants = _arguments(key)
-    v_given, v_constants = _arguments(value)
-    seen_mask = asked if mask is None else mask.to(torch.uint8).contiguous()
+    k_given, k_constants = _arguments(key, total)
+    v_given, v_constants = _arguments(value, total)
+    seen_mask = asked if mask is None else mask[:, mask.shape[1] - total :].to(torch.uint8).contiguous()
     attention_kernel[(owners, splits)](
-        asked, seen_mask, out, top, norm, *k_given, *v_given, kv_heads, group, head_dim, first, total, stretch, splits, float(scaling),
+        asked, seen_mask, out, top, norm, *k_given, *v_given, kv_heads, group, head_dim, total, stretch, splits, float(scaling),
         float(softcap or 0.0), **{f"K_{n}": c for n, c in k_constants.items()}, **{f"V_{n}": c for n, c in v_constants.items()},
         GROUP=members, DIM=padded, TILE=size, HAS_MASK=mask is not None, SOFTCAP=softcap is not None, enable_fp_fusion=True,
         num_warps=4 if padded <= 64 else 8, maxnreg=MOST_REGISTERS,
@@ -232,20 +241,26 @@ def attention(
     return found[:, :group, :head_dim].reshape(batch, heads, 1, head_dim).to(dtype)
 
 
-def _arguments(side: CachedTokens) -> tuple[list[Any], dict[str, Any]]:
-    """Return what the kernel is told of one side: tensors, sizes and strides; constants."""
+def _arguments(side: CachedTokens, seen: int) -> tuple[list[Any], dict[str, Any]]:
+    """Return what the kernel is told of one side, of which it sees the newest tokens: tensors, sizes and strides; constants."""
     fmt, recent = side.fmt.values, side.recent
-    sink = recent if side.sink is None else side.sink
+    unseen = side.tokens - seen
+    sink = recent if side.sink is None else side.sink[:, :, unseen:]
+    sunk = side.sunk - unseen  # where the packed tokens begin, counted from the first that is seen
     if recent.stride(-1) != 1 or sink.stride(-1) != 1:
         raise AutoqError("cached tokens must be contiguous along head_dim")
     sizes = [*sink.stride()[:3], *recent.stride()[:3]]
     if side.codes is None or side.scales is None or fmt.element is None:
-        return [recent, recent, recent, recent, sink, recent, side.sunk, 0, 0, 0, *sizes], NOTHING
-    codes = side.codes.contiguous()
-    zeros, tensor = side.zeros, side.tensor
+        return [recent, recent, recent, recent, sink, recent, sunk, 0, 0, 0, 0, 0, *sizes], NOTHING
+    codes, scales, zeros, tensor = side.codes, side.scales, side.zeros, side.tensor
+    room = codes.stride(1) // codes.shape[-1]  # rows from one head to the next
+    if not codes[0, 0].is_contiguous() or codes.stride(0) != codes.shape[1] * codes.stride(1):
+        raise AutoqError("packed tokens of a head must be contiguous, with equal memory between heads")
+    if fmt.scale != "none" and scales.stride(1) != room * scales.shape[-1]:
+        raise AutoqError("scales must have as much memory between heads as codes")
     given = [
-        codes, side.scales.contiguous(), codes if zeros is None else zeros, codes if tensor is None else tensor, sink, recent,
-        side.sunk, side.packed, codes.shape[-1], 0 if zeros is None else zeros.numel(), *sizes,
+        codes, scales, codes if zeros is None else zeros, codes if tensor is None else tensor, sink, recent,
+        sunk, side.packed, room, codes.shape[-1], 0 if zeros is None else zeros.shape[-1], side.first_zero, *sizes,
     ]  # fmt: skip
     constants = {
         **element_constants(fmt.element), "SCALE": fmt.scale, "HAS_TENSOR": tensor is not None,

@@ -84,13 +84,13 @@ def decode(packed: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     fmt, (rows, width) = packed.fmt, packed.shape
     if fmt.element is None or packed.scales is None:
         return packed.codes.to(dtype)
-    codes, values = packed.codes, tile(packed.codes.device)
+    codes, values = packed.codes.contiguous(), tile(packed.codes.device)
     out = torch.empty(rows, width, dtype=dtype, device=codes.device)
     columns = min(triton.next_power_of_2(max(width, 1)), values)
     taken = max(1, min(triton.next_power_of_2(max(rows, 1)), values // columns))
     zeros, tensor = packed.zeros, packed.scales.tensor
     decode_kernel[(triton.cdiv(rows, taken), triton.cdiv(width, columns))](
-        codes, packed.scales.block, codes if zeros is None else zeros, codes if tensor is None else tensor,
+        codes, packed.scales.block.contiguous(), codes if zeros is None else zeros, codes if tensor is None else tensor,
         out.view(torch.int16) if dtype == torch.bfloat16 else out, rows, width, fmt.blocks(width), codes.shape[1],
         0 if zeros is None else zeros.numel(),
         SCALE=fmt.scale, ASYMMETRIC=isinstance(fmt.element, IntElement) and fmt.element.asymmetric, HAS_TENSOR=tensor is not None,

@@ -96,10 +96,10 @@ def product(x: torch.Tensor, packed: Packed) -> torch.Tensor:
         taken_tokens = max(16, min(triton.next_power_of_2(tokens), TOKENS if not interpreted() else values))
         taken = ROWS if not interpreted() else max(16, triton.next_power_of_2(rows))
     if tokens:
-        zeros, tensor = packed.zeros, packed.scales.tensor
+        codes, zeros, tensor = packed.codes.contiguous(), packed.zeros, packed.scales.tensor
         product_kernel[(triton.cdiv(rows, taken), triton.cdiv(tokens, taken_tokens))](
-            x, packed.codes, packed.scales.block, packed.codes if zeros is None else zeros, packed.codes if tensor is None else tensor,
-            out.view(torch.int16) if dtype == torch.bfloat16 else out, tokens, rows, width, fmt.blocks(width), packed.codes.shape[1],
+            x, codes, packed.scales.block.contiguous(), codes if zeros is None else zeros, codes if tensor is None else tensor,
+            out.view(torch.int16) if dtype == torch.bfloat16 else out, tokens, rows, width, fmt.blocks(width), codes.shape[1],
             0 if zeros is None else zeros.numel(), x.stride(0),
             SCALE=fmt.scale, ASYMMETRIC=isinstance(fmt.element, IntElement) and fmt.element.asymmetric, HAS_TENSOR=tensor is not None,
             BLOCK=fmt.block or 0, TOKENS=taken_tokens, ROWS=taken, INNER=inner, VECTOR=vector, BFLOAT16=dtype == torch.bfloat16,

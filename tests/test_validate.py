@@ -13,7 +13,7 @@ import torch
 from autoq.api import validating
 from autoq.model import packed as packing
 from autoq.recipe import read_recipe
-from tests.conftest import run_autoq
+from tests.conftest import SEARCH_ARGUMENTS, run_autoq
 
 
 @pytest.fixture
@@ -87,6 +87,30 @@ def test_bytes_that_the_cost_model_does_not_count_fail(recipe_copy: Path, monkey
     done = run_autoq("validate", str(recipe_copy), "--sample", "1")
     assert done.returncode == 1
     assert "the cost model counts" in done.stderr
+
+
+def test_attention_over_bytes_that_differs_fails(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoq.kernels import attention as kernel
+
+    run = kernel.attention
+    monkeypatch.setattr(kernel, "attention", lambda *given, **options: run(*given, **options) * 1.5)
+    done = run_autoq("validate", str(recipe_copy), "--sample", "1")
+    assert done.returncode == 1
+    assert "attention over packed bytes and over decoded tokens differ" in done.stderr
+
+
+def test_a_search_can_end_with_a_validation(demo_search: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(Path(demo_search["cwd"], "run"), tmp_path / "run")
+    done = run_autoq(*SEARCH_ARGUMENTS, "--run", "run", "--validate", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["validation"]["passed"]
+    assert found["validation"]["units"] == 2
+    assert 0 < found["validation"]["attention_difference"] < 0.03
+    recipe = read_recipe(tmp_path / found["recipe"])
+    assert recipe.validation is not None
+    assert recipe.validation.kl == found["validation"]["kl"]
+    assert found["measured_kl"] == demo_search["json"]["measured_kl"]
 
 
 @pytest.mark.parametrize(("arguments", "says"), [(["--sample", "0"], "--sample is 0"), (["--model", "nowhere/x"], "nowhere/x")])

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import assignment_of
@@ -30,6 +30,9 @@ from autoq.search.front import FrontPoint, around, sweep
 from autoq.search.problem import Option, Problem
 from autoq.search.solver import solve, total_bits
 
+if TYPE_CHECKING:
+    from autoq.api.validating import Validation
+
 MOST_UNIFORMS = 6  # uniform recipes measured beside a result
 
 
@@ -49,6 +52,7 @@ class SearchResult:
     seconds: dict[str, float]
     warnings: tuple[str, ...]
     options: str
+    validation: Validation | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq search --json` prints."""
@@ -80,11 +84,12 @@ class SearchResult:
             "kv_front": [point_json(p) for p in self.kv_front],
             "run": str(self.run),
             "warnings": list(self.warnings),
+            "validation": None if self.validation is None else self.validation.to_json(),
         }
 
 
 def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResult:
-    """Take a model to a measured recipe: profile, correct, solve, measure, write.
+    """Take a model to a measured recipe: profile, correct, solve, measure, write; then check it on packed bytes if asked to.
 
     Raises UserError for what the user can mend, AutoqError for the rest.
     """
@@ -118,6 +123,12 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         clock.reporter.say(f"the recipe for {kept[1]} that was here is kept as {kept[0]}")
     recipe.write(path)
     warnings = _warnings(plan, done, divergence, uniforms, choice, table)
+    validation = None
+    if config.validate:
+        from autoq.api.validating import validate_on
+
+        validation = validate_on(yardstick, recipe, path, config.validate, config.seed, clock)
+        recipe = validation.recipe
     return SearchResult(
         recipe,
         path,
@@ -131,6 +142,7 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         clock.seconds,
         warnings,
         config.options(),
+        validation,
     )
 
 

@@ -185,5 +185,5 @@ class KVFormat:
             kept, packed = kept + packed % group, packed - packed % group
         if packed == 0:
             return 16 * kept * kv_heads * head_dim
-        shape = (kv_heads * packed, head_dim) if self.axis == "token" else (kv_heads * head_dim, packed)
+        shape = (kv_heads, packed, head_dim) if self.axis == "token" else (kv_heads, head_dim, packed)
         return 16 * kept * kv_heads * head_dim + fitted.values.storage_bits(shape)

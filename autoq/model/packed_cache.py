@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from autoq.errors import UserError
-from autoq.formats.format import Format, KVFormat
+from autoq.formats.format import Format, IntElement, KVFormat
+from autoq.model.packed_attention import Undecoded
 from autoq.model.packed_tokens import Backend, PackedTokens
 
 if TYPE_CHECKING:
@@ -40,7 +41,16 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
             self.lazy_initialization(key_states, value_states)
         self.key.append(key_states)
         self.value.append(value_states)
-        return self.key.read(), self.value.read()
+        return self._read(self.key.tokens, key_states.shape[2])
+
+    def _read(self, visible: int, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the newest `visible` tokens, `new` of them just added; one that is decoded alone may attend to the bytes."""
+        if self._is_lazy(new):
+            return Undecoded(self.key, visible), Undecoded(self.value, visible)
+        return self.key.read()[:, :, -visible:], self.value.read()[:, :, -visible:]
+
+    def _is_lazy(self, new: int) -> bool:
+        return new == 1 and self.key.attends and not (self.key.fmt.is_original and self.value.fmt.is_original)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens held."""
@@ -70,17 +80,17 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            assert self.key.recent is not None
-            self.reorder_cache(torch.arange(self.key.recent.shape[0]).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.key.shape[0]).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget everything."""
-        self.key, self.value = (PackedTokens(side.fmt, side.absmax, side.backend) for side in (self.key, self.value))
+        self.key.clear()
+        self.value.clear()
         self.is_initialized = False
 
 
 class PackedSlidingLayer(PackedLayer):
-    """A layer that reads only the newest `sliding_window` tokens, and holds one less (rounded up to whole groups)."""
+    """A layer that reads only the newest `sliding_window` tokens, and holds no others (but whole groups)."""
 
     is_sliding = True
     is_croppable = False
@@ -94,10 +104,19 @@ class PackedSlidingLayer(PackedLayer):
         """Add tokens; return those that the mask of `get_mask_sizes` is about."""
         visible = min(self.cumulative_length, self.sliding_window - 1) + key_states.shape[2]
         self.cumulative_length += key_states.shape[2]
-        keys, values = super().update(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._forget()
+        self.key.append(key_states)
+        self.value.append(value_states)
+        found = self._read(visible, key_states.shape[2])
+        if not self._is_lazy(key_states.shape[2]):
+            self._forget()
+        return found
+
+    def _forget(self) -> None:
         for side in (self.key, self.value):
             side.keep_last(self.sliding_window - 1)
-        return keys[:, :, -visible:], values[:, :, -visible:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (tokens read, position of the first) for so many queries to come."""
@@ -129,16 +148,17 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
     @classmethod
     def from_formats(
         cls, key_value: dict[int, tuple[KVFormat, KVFormat]], absmax: dict[int, tuple[float, float]], config: PreTrainedConfig,
-        backend: Backend | None = None,
+        backend: Backend | None = None, max_tokens: int = 0,
     ) -> QuantizedKVCache:  # fmt: skip
         """Return an empty cache for a model of this config.
 
         Args:
             key_value: layer index -> formats of K and V; other layers stay in 16 bit. absmax: calibrated magnitudes of both.
+            backend: what encodes and decodes; by default the kernels on a GPU, the reference elsewhere.
+            max_tokens: length to take memory for at the first token; the cache still grows beyond it.
 
-        Raises UserError for a channel format whose sink is no whole number of groups.
+        Raises UserError for a channel format whose sink is no whole number of groups, or zero points of odd width.
         """
-        backend = backend or Backend()
         layers: list[Any] = list(DynamicCache(config=config).layers)
         count = config.get_text_config(decoder=True).num_hidden_layers
         layers += [DynamicLayer() for _ in range(count - len(layers))]
@@ -151,14 +171,21 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
                     raise UserError(
                         f"{fmt.name}: a cache packs whole groups of {fmt.values.block} tokens, give a sink that is a multiple"
                     )
-            key, value = (PackedTokens(f, a, backend) for f, a in zip(formats, absmax.get(index, (0.0, 0.0)), strict=True))
+                element = fmt.values.element
+                if isinstance(element, IntElement) and element.asymmetric and 8 % element.bits:
+                    raise UserError(f"{fmt.name}: a cache holds zero points of 2, 4 or 8 bits, not {element.bits}")
             sliding = isinstance(layer, DynamicSlidingWindowLayer)
+            reserve = min(max_tokens, 2 * layer.sliding_window) if sliding else max_tokens
+            magnitudes = absmax.get(index, (0.0, 0.0))
+            key, value = (PackedTokens(f, a, backend, reserve) for f, a in zip(formats, magnitudes, strict=True))
             layers[index] = PackedSlidingLayer(key, value, layer.sliding_window) if sliding else PackedLayer(key, value)
         return cls(layers=layers)
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, config: PreTrainedConfig, backend: Backend | None = None) -> QuantizedKVCache:
-        """Return an empty cache with the recipe's formats for a model of this config."""
+    def from_recipe(
+        cls, recipe: Recipe, config: PreTrainedConfig, backend: Backend | None = None, max_tokens: int = 0
+    ) -> QuantizedKVCache:
+        """Return an empty cache with the recipe's formats for a model of this config; see `from_formats`."""
         formats, absmax = recipe.cache_formats(), recipe.absmax()
 
         def both(found: dict[str, Any], module: str) -> Any:
@@ -169,6 +196,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
             {e.layer: both(absmax, e.module) for e in recipe.kv},
             config,
             backend,
+            max_tokens,
         )
 
     def steps(self, tokens: int, largest: int) -> list[int]:

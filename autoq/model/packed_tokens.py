@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,8 @@ from autoq.codec import static_absmax
 from autoq.formats import reference
 from autoq.formats.format import Format, IntElement, KVFormat
 from autoq.formats.reference import Packed, Scales
-from autoq.formats.rounding import pack_bits, unpack_bits
+from autoq.formats.rounding import pack_bits
+from autoq.model.growing import Growing, GrowingCodes
 
 if TYPE_CHECKING:
     from autoq.kernels.attention import CachedTokens
@@ -27,10 +29,16 @@ def _reference_encode(fmt: Format, x: torch.Tensor, absmax: torch.Tensor | None)
 
 @dataclass(frozen=True)
 class Backend:
-    """What encodes and decodes: the torch reference, or the kernels."""
+    """What encodes and decodes: the torch reference, or the kernels, whose attention can read the bytes as they are."""
 
     encode: Encode = _reference_encode
     decode: Decode = reference.decode
+    attends: bool = False
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return the kernels on a GPU, the reference elsewhere."""
+    return kernels() if device.type == "cuda" else Backend()
 
 
 def kernels() -> Backend:
@@ -38,32 +46,40 @@ def kernels() -> Backend:
     from autoq.kernels.decode import decode
     from autoq.kernels.encode import encode
 
-    return Backend(encode, decode)
+    return Backend(encode, decode, attends=True)
 
 
-@dataclass
 class PackedTokens:
     """The K or the V cache of one layer: [batch, KV heads, tokens, head_dim], most of it packed.
 
     Attributes:
         codes: uint8 [batch, KV heads, units, rows of a unit, bytes]; a unit is a token (one row of head_dim values) or, for a
             channel format, a group of tokens (head_dim rows of group values).
-        scales: [batch, KV heads, units, rows, blocks] as stored. zeros: the zero points, one bit stream over all of them.
-        sink, recent: [batch, KV heads, tokens, head_dim] in 16 bit, before and after the packed tokens.
+        scales: [batch, KV heads, units, rows, blocks] as stored. zeros: the zero points in that order, one bit stream a head.
+        sink, recent: [batch, KV heads, tokens, head_dim] in 16 bit, before and after the packed tokens; `recent` holds them all
+            where the format is the 16-bit original.
+
+    Args:
+        absmax: calibrated largest magnitude, for static scales. reserve: tokens to take memory for at once.
+
+    Raises UserError at the first token for a head_dim that the format does not fit.
     """
 
-    fmt: KVFormat
-    absmax: float
-    backend: Backend
-    codes: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
-    recent: torch.Tensor | None = None
-    _static: torch.Tensor | None = field(default=None, init=False, repr=False)  # magnitude that the static scale covers
-    _scale: torch.Tensor | None = field(default=None, init=False, repr=False)  # the static scale itself
-    _head_dim: int = field(default=0, init=False, repr=False)
-    _sunk: int = field(default=0, init=False, repr=False)  # tokens that went into the sink; a window may have left them behind
+    def __init__(self, fmt: KVFormat, absmax: float, backend: Backend | None = None, reserve: int = 0) -> None:
+        self.fmt, self.absmax, self.backend, self.reserve = fmt, absmax, backend, reserve
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        units = -(-self.reserve // self.unit)
+        element = self.fmt.values.element
+        has_zeros = isinstance(element, IntElement) and element.asymmetric
+        self.codes, self.scales = Growing(units), Growing(units)
+        self.zeros = GrowingCodes(element.bits, units) if has_zeros and element is not None else None
+        self.recent = Growing(self.reserve if self.fmt.is_original else self.fmt.residual + 2 * self.unit)
+        self.sink: torch.Tensor | None = None
+        self._tensor_scale: torch.Tensor | None = None
+        self._sunk = 0  # tokens that went into the sink; a window may have left them behind
 
     @property
     def unit(self) -> int:
@@ -71,55 +87,79 @@ class PackedTokens:
         return (self.fmt.values.block or 1) if self.fmt.axis == "channel" else 1
 
     @property
+    def attends(self) -> bool:
+        """True if attention may read the bytes as they are."""
+        return self.backend is not None and self.backend.attends
+
+    @property
+    def packed(self) -> int:
+        """Number of packed tokens."""
+        return self.codes.length * self.unit
+
+    @property
     def tokens(self) -> int:
-        packed = 0 if self.codes is None else self.codes.shape[2] * self.unit
-        return packed + sum(0 if t is None else t.shape[2] for t in (self.sink, self.recent))
+        return self.packed + self.recent.length + (0 if self.sink is None else self.sink.shape[2])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return (batch, KV heads, tokens, head_dim)."""
+        assert self.recent.memory is not None
+        batch, heads, _, head_dim = self.recent.memory.shape
+        return batch, heads, self.tokens, head_dim
 
     @property
     def values_held(self) -> int:
         """Number of cached values."""
-        if self.recent is None:
-            return 0
-        batch, heads = self.recent.shape[:2]
-        return batch * heads * self.tokens * self._head_dim
+        return 0 if self.recent.memory is None else math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; what is in 16 bit is counted as 2 bytes a value whatever the model computes in."""
-        packed = sum(t.numel() * t.element_size() for t in (self.codes, self.zeros) if t is not None)
-        if self.scales is not None and self.fmt.values.scale != "none":
-            packed += self.scales.numel() * self.scales.element_size()
-        return packed + sum(2 * t.numel() for t in (self.sink, self.recent) if t is not None)
+        """Bytes of the tokens held; what is in 16 bit is counted as 2 bytes a value whatever the model computes in."""
+        if self.recent.memory is None:
+            return 0
+        total = 2 * self.recent.used.numel() + (0 if self.sink is None else 2 * self.sink.numel())
+        if not self.codes.length:
+            return total
+        stored = [self.codes.used] + ([] if self.fmt.values.scale == "none" else [self.scales.used])
+        return total + sum(t.numel() * t.element_size() for t in stored) + (self.zeros.nbytes if self.zeros else 0)
 
     def append(self, x: torch.Tensor) -> None:
         """Add new tokens [batch, KV heads, tokens, head_dim], and pack what is no longer among the newest."""
-        if self.recent is None:
+        if self.recent.memory is None:
             self.fmt = self.fmt.for_head_dim(x.shape[-1])
+            self.backend = self.backend or backend_for(x.device)
             self._static = static_absmax(self.fmt, self.absmax, x)
-            self._head_dim = x.shape[-1]
         if self.fmt.sink and not self.fmt.is_original:
             room = max(0, self.fmt.sink - self._sunk)
             first, x = x[:, :, :room], x[:, :, room:]
             self.sink = first if self.sink is None else torch.cat([self.sink, first], dim=2)
             self._sunk += first.shape[2]
-        recent = x if self.recent is None else torch.cat([self.recent, x], dim=2)
-        ready = 0 if self.fmt.is_original else max(0, recent.shape[2] - self.fmt.residual) // self.unit * self.unit
+        held = self.recent.length
+        ready = 0 if self.fmt.is_original else max(0, held + x.shape[2] - self.fmt.residual) // self.unit * self.unit
         if ready:
-            self._pack(recent[:, :, :ready])
-        self.recent = recent[:, :, ready:]
+            waiting = min(held, ready)
+            parts = [self.recent.used[:, :, :waiting]] if waiting else []
+            self._pack(torch.cat([*parts, x[:, :, : ready - waiting]], dim=2))
+            self.recent.drop_first(waiting)
+            x = x[:, :, ready - waiting :]
+        self.recent.append(x)
 
     def read(self) -> torch.Tensor:
         """Return all tokens as attention reads them, in the dtype they came in."""
-        assert self.recent is not None
-        parts = [self.sink, None if self.codes is None else self._decode(), self.recent]
-        return torch.cat([p for p in parts if p is not None], dim=2)
+        parts = [self.sink, self._decode() if self.codes.length else None, self.recent.used]
+        found = [p for p in parts if p is not None and p.shape[2]]
+        return torch.cat(found, dim=2) if len(found) > 1 else (found or [self.recent.used])[0]
 
     def cached(self) -> CachedTokens:
         """Return what `autoq.kernels.attention` reads; nothing is copied."""
         from autoq.kernels.attention import CachedTokens
 
-        assert self.recent is not None
-        return CachedTokens(self.fmt, self.codes, self.scales, self.zeros, self._scale, self.sink, self.recent)
+        if not self.codes.length:
+            return CachedTokens(self.fmt, None, None, None, 0, None, self.sink, self.recent.used)
+        zeros, first = (None, 0) if self.zeros is None else (self.zeros.memory, self.zeros.start * self.zeros.codes)
+        return CachedTokens(
+            self.fmt, self.codes.used, self.scales.used, zeros, first, self._tensor_scale, self.sink, self.recent.used
+        )  # fmt: skip
 
     def keep_last(self, tokens: int) -> None:
         """Forget the oldest tokens: all but `tokens`, rounded up to whole units; groups start where they did."""
@@ -127,39 +167,44 @@ class PackedTokens:
         if extra > 0 and self.sink is not None and self.sink.shape[2]:
             dropped = min(extra, self.sink.shape[2])
             self.sink, extra = self.sink[:, :, dropped:], extra - dropped
-        if extra > 0 and self.codes is not None:
-            units = min(extra // self.unit, self.codes.shape[2])
-            self._select_units(slice(units, None))
+        if extra > 0 and self.codes.length:
+            units = min(extra // self.unit, self.codes.length)
+            for part in self._stored:
+                part.drop_first(units)
             extra -= units * self.unit
-        if extra > 0 and self.codes is None and self.recent is not None:
-            self.recent = self.recent[:, :, extra // self.unit * self.unit :]
+        if extra > 0 and not self.codes.length:
+            self.recent.drop_first(min(extra, self.recent.length) // self.unit * self.unit)
 
     def drop_last(self, tokens: int) -> None:
         """Forget the newest tokens; those of a group that is cut are read back into 16 bit."""
-        assert self.recent is not None
-        if tokens > self.recent.shape[2] and self.codes is not None:
-            needed = tokens - self.recent.shape[2]
-            units = min(-(-needed // self.unit), self.codes.shape[2])
-            left = self.codes.shape[2] - units
-            tail = self._decode()[:, :, left * self.unit :]
-            self._select_units(slice(0, left))
-            self.recent = torch.cat([tail, self.recent], dim=2)
-        beyond = tokens - self.recent.shape[2]
-        self.recent = self.recent[:, :, : max(0, self.recent.shape[2] - tokens)]
+        if tokens > self.recent.length and self.codes.length:
+            units = min(-(-(tokens - self.recent.length) // self.unit), self.codes.length)
+            left = self.codes.length - units
+            tail = torch.cat([self._decode()[:, :, left * self.unit :], self.recent.used], dim=2)
+            for part in self._stored:
+                part.drop_last(units)
+            self.recent.drop_last(self.recent.length)
+            self.recent.append(tail)
+        beyond = tokens - self.recent.length
+        self.recent.drop_last(min(tokens, self.recent.length))
         if beyond > 0 and self.sink is not None:
             self.sink = self.sink[:, :, : max(0, self.sink.shape[2] - beyond)]
             self._sunk = self.sink.shape[2]
 
     def select(self, batch: torch.Tensor) -> None:
         """Take these rows of the batch, in this order (beam search)."""
-        zero = self._zero_points()
-        for name in ("codes", "scales", "sink", "recent"):
-            t = getattr(self, name)
-            setattr(self, name, None if t is None else t.index_select(0, batch.to(t.device)))
-        self._set_zero_points(None if zero is None else zero.index_select(0, batch.to(zero.device)))
+        for part in (*self._stored, self.recent):
+            part.select(batch)
+        self.sink = None if self.sink is None else self.sink.index_select(0, batch.to(self.sink.device))
+
+    @property
+    def _stored(self) -> list[Growing]:
+        """What grows with the packed tokens."""
+        return [self.codes, self.scales] + ([] if self.zeros is None else [self.zeros])
 
     def _pack(self, x: torch.Tensor) -> None:
         """x [batch, KV heads, whole units of tokens, head_dim]."""
+        assert self.backend is not None
         batch, heads, tokens = x.shape[:3]
         units = tokens // self.unit
         rows = x.unflatten(2, (units, self.unit))
@@ -167,44 +212,22 @@ class PackedTokens:
         packed = self.backend.encode(self.fmt.values, rows.reshape(-1, rows.shape[-1]), self._static)
         assert packed.scales is not None
         shape = (batch, heads, units, rows.shape[3], -1)
-        zero = None if packed.scales.zero is None else packed.scales.zero.view(shape)
-        old = self._zero_points()
-        self._set_zero_points(zero if old is None or zero is None else torch.cat([old, zero], dim=2))
-        codes, scales = packed.codes.view(shape), packed.scales.block.view(shape)
-        self.codes = codes if self.codes is None else torch.cat([self.codes, codes], dim=2)
-        self.scales = scales if self.scales is None else torch.cat([self.scales, scales], dim=2)
-        self._scale = packed.scales.tensor
+        self.codes.append(packed.codes.view(shape))
+        self.scales.append(packed.scales.block.view(shape))
+        if self.zeros is not None and packed.scales.zero is not None:
+            self.zeros.append(packed.scales.zero.view(batch, heads, units, -1))
+        self._tensor_scale = packed.scales.tensor
 
     def _decode(self) -> torch.Tensor:
-        assert self.codes is not None
-        assert self.scales is not None
-        assert self.recent is not None
-        batch, heads, units, rows, _ = self.codes.shape
-        width = self.unit if self.fmt.axis == "channel" else self._head_dim
+        assert self.backend is not None
+        batch, heads, units, rows, _ = self.codes.used.shape
+        _, _, _, head_dim = self.shape
+        width = self.unit if self.fmt.axis == "channel" else head_dim
         count = batch * heads * units * rows
-        zero = self._zero_points()
-        scales = Scales(self.scales.reshape(count, -1), None if zero is None else zero.reshape(count, -1), self._scale)
-        packed = Packed(self.fmt.values, (count, width), self.codes.reshape(count, -1), scales, self.zeros)
+        zero = None if self.zeros is None else self.zeros.used.reshape(count, -1)
+        stream = None if zero is None or self.zeros is None else pack_bits(zero.flatten(), self.zeros.bits)
+        scales = Scales(self.scales.used.reshape(count, -1), zero, self._tensor_scale)
+        packed = Packed(self.fmt.values, (count, width), self.codes.used.reshape(count, -1), scales, stream)
         values = self.backend.decode(packed).view(batch, heads, units, rows, width)
         values = values.transpose(3, 4) if self.fmt.axis == "channel" else values
-        return values.reshape(batch, heads, units * self.unit, self._head_dim).to(self.recent.dtype)
-
-    def _zero_points(self) -> torch.Tensor | None:
-        if self.zeros is None or self.scales is None:
-            return None
-        element = self.fmt.values.element
-        assert isinstance(element, IntElement)
-        return unpack_bits(self.zeros, element.bits, self.scales.numel()).view(self.scales.shape)
-
-    def _set_zero_points(self, zero: torch.Tensor | None) -> None:
-        element = self.fmt.values.element
-        self.zeros = None if zero is None or element is None else pack_bits(zero.flatten(), element.bits)
-
-    def _select_units(self, units: slice) -> None:
-        assert self.codes is not None
-        assert self.scales is not None
-        zero = self._zero_points()
-        self.codes, self.scales = self.codes[:, :, units], self.scales[:, :, units]
-        self._set_zero_points(None if zero is None else zero[:, :, units])
-        if not self.codes.shape[2]:
-            self.codes = self.scales = self.zeros = None
+        return values.reshape(batch, heads, units * self.unit, head_dim).to(self.recent.used.dtype)

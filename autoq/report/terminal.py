@@ -110,6 +110,8 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         ("profile.json", "the profile's facts in words"), ("run.json", "what was asked"),
     ):  # fmt: skip
         files.add_row(str(result.run / name), Text(what, style="dim"))
+    if result.validation is not None:
+        parts.append(validation(result.validation))
     parts += [Text("written", style="bold"), files, _next_steps(result)]
     return Group(*(p for p in parts if p is not None))
 
@@ -296,6 +298,10 @@ def validation(result: Validation) -> RenderableType:
     lines.add_row("KL", f"{nats(entry.kl)} ± {nats(entry.kl_stderr)} nats per token; {searched}")
     lines.add_row("top-1 agreement", f"{100 * entry.top1_agreement:.1f} %")
     lines.add_row("perplexity", f"{result.divergence.perplexity_original:.3f} before, {entry.perplexity:.3f} after")
+    if entry.attention_difference:
+        lines.add_row(
+            "attention on bytes", f"{nats(entry.attention_difference)} of the largest hidden state off attention on decoded tokens"
+        )
     lines.add_row("greedy generation", f"as the original's for {100 * entry.greedy_agreement:.0f} % of the way, then its own")
     lines.add_row("written into", str(result.recipe_path))
     why = "every byte is right, and the KL is the one that the search measured" if entry.passed else "see below"
