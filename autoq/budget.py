@@ -35,6 +35,29 @@ class Budget:
         return int(self.value / 100 * total) - other_bits
 
 
+@dataclass(frozen=True)
+class Budgets:
+    """Limits on the weights, on the cache, and on both together; a side without any limit keeps 16 bit.
+
+    Attributes:
+        memory: for all weights, embeddings too, plus the cache. context, batch: the cache is that of so many tokens and sequences.
+    """
+
+    weights: Budget | None = None
+    kv: Budget | None = None
+    memory: Budget | None = None
+    context: int = 8192
+    batch: int = 1
+
+    @property
+    def search_weights(self) -> bool:
+        return self.weights is not None or self.memory is not None
+
+    @property
+    def search_caches(self) -> bool:
+        return self.kv is not None or self.memory is not None
+
+
 def parse_budget(text: str, option: str = "--budget") -> Budget:
     """Read `4.5bits`, `4.5`, `60MiB` or `35%`; raises UserError."""
     found = _FORM.match(text)

@@ -6,12 +6,16 @@ reference; kernels plug in here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoq.errors import UserError
 from autoq.formats import reference
-from autoq.formats.format import FloatElement, Format, KVFormat
+from autoq.formats.calibration import Calibration
+from autoq.formats.format import Format, KVFormat
 from autoq.formats.reference import Packed
+from autoq.formats.rotation import rotate
 
 ROWS_VALUES = 1 << 22  # values worked on at a time
 
@@ -73,26 +77,24 @@ def fake_quantize_activation(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return reference.fake_quantize(fmt, x.reshape(-1, x.shape[-1])).to(x.dtype).view(x.shape)
 
 
-def fake_quantize_cache(x: torch.Tensor, fmt: KVFormat, absmax: float) -> torch.Tensor:
+def fake_quantize_cache(x: torch.Tensor, fmt: KVFormat, calibration: Calibration) -> torch.Tensor:
     """Return K or V [batch, KV heads, tokens, head_dim] as read back from a cache in this format, every token quantized.
 
-    Which tokens a query really reads quantized is the business of `kv_visibility`. `absmax` calibrates static scales.
+    Which tokens a query really reads quantized is the business of `kv_visibility`. A rotated format's values are rotated back.
     """
     if fmt.is_original:
         return x
     fmt = fmt.for_head_dim(x.shape[-1])
-    static = static_absmax(fmt, absmax, x)
+    static = calibration.static(fmt, x)
+    if fmt.rotate:
+        return rotate(fake_quantize_cache(rotate(x), replace(fmt, rotate=False), replace(calibration, absmax=calibration.rotated)))
+    if fmt.center:
+        mean = calibration.mean_like(x)
+        around = replace(calibration, absmax=calibration.centered)
+        return (fake_quantize_cache((x - mean).to(x.dtype), replace(fmt, center=False), around) + mean).to(x.dtype)
     if fmt.axis == "token":
         return reference.fake_quantize(fmt.values, x.reshape(-1, x.shape[-1]), absmax=static).view(x.shape).to(x.dtype)
     whole = x.shape[2] - x.shape[2] % (fmt.values.block or 1)
     groups = x[:, :, :whole].transpose(2, 3)
     rounded = reference.fake_quantize(fmt.values, groups.reshape(-1, whole), absmax=static) if whole else groups
     return torch.cat([rounded.view(groups.shape).transpose(2, 3).to(x.dtype), x[:, :, whole:]], dim=2)
-
-
-def static_absmax(fmt: KVFormat, calibrated: float, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the magnitude (float32 scalar) a static scale covers, or None where the format has no static scale."""
-    if not isinstance(fmt.values.element, FloatElement) or fmt.values.scale not in ("none", "e4m3"):
-        return None
-    value = calibrated if isinstance(fmt.calibration, str) else fmt.calibration
-    return torch.tensor(value, dtype=torch.float32, device=like.device)

@@ -16,20 +16,26 @@ class SearchConfig:
     Attributes:
         model: "demo", a Hub name, a folder or a .gguf file.
         budget, kv_budget: what weights and cache may take; a side without a budget keeps 16 bit.
+        memory: what all weights, embeddings too, and the cache may take together.
+        target: the device that is to run the recipe; formats it cannot run are left out. engine: what is to serve it, which limits
+            how cache formats may be mixed.
         space: a bundled search space or a YAML file.
         calib, eval: text to profile and to measure on; None is the Python standard library's documentation.
         samples, seq_len: sequences to profile and their length in tokens.
         eval_samples, eval_len: windows to measure on and their length.
-        context: tokens at which the cache is priced; None is 8,192 or the model's maximum.
+        context, batch: tokens and sequences for which the cache is priced; None is 8,192 tokens or the model's maximum.
         correct: profile sequences on which every uniform format is measured to correct its column; 0 leaves it out.
         validate: weight units, drawn at random, that the kernels pack at the end to check the recipe on bytes; 0 leaves it out.
         run: the run folder; None makes runs/<model>-<time>.
-        batch: sequences scored together.
+        profile_batch: sequences scored together.
     """
 
     model: str = "demo"
     budget: str | None = None
     kv_budget: str | None = None
+    memory: str | None = None
+    target: str = "any"
+    engine: str = "none"
     space: str = "default"
     calib: str | None = None
     eval: str | None = None
@@ -38,6 +44,7 @@ class SearchConfig:
     eval_samples: int = 16
     eval_len: int = 256
     context: int | None = None
+    batch: int = 1
     correct: int = 8
     validate: int = 0
     run: Path | None = None
@@ -46,7 +53,7 @@ class SearchConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
-    batch: int = 16
+    profile_batch: int = 16
 
     def options(self) -> str:
         """Return the command-line options that make the same profile again: those that are not the defaults."""
@@ -62,6 +69,7 @@ class SearchConfig:
             ("eval_samples", 2),
             ("eval_len", 8),
             ("batch", 1),
+            ("profile_batch", 1),
             ("correct", 0),
             ("validate", 0),
         ):

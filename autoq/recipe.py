@@ -12,8 +12,9 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from autoq.errors import UserError, unknown
+from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
-from autoq.recipe_formats import FormatEntry, NotNegative, Strict, format_of, kv_format_of
+from autoq.recipe_formats import FormatEntry, NotNegative, Strict, decode_mean, format_of, kv_format_of
 from autoq.run_folder import write_atomically
 from autoq.yaml_file import read_yaml
 
@@ -42,7 +43,12 @@ class CacheEntry(Strict):
     format: str
     bits: NotNegative
     predicted_kl: NotNegative
-    absmax: NotNegative = Field(description="largest magnitude in the profile's text; calibrates static scales")
+    absmax: NotNegative = Field(
+        description="largest magnitude of what is encoded in the profile's text; the static scale, where there is one, covers it"
+    )
+    mean: str | None = Field(
+        default=None, description="of formats around a static mean: float16 [KV heads, head_dim], little endian, in base64"
+    )
 
 
 class KVEntry(Strict):
@@ -69,7 +75,11 @@ class BudgetEntry(Strict):
 
     weights: str | None
     kv: str | None
+    memory: str | None = Field(default=None, description="for all weights and the cache together")
     context: Count = Field(description="tokens at which the cache is priced")
+    batch: int = Field(default=1, ge=1, lt=2**31, description="sequences for which the cache is priced")
+    engine: str = Field(default="none", description="serving engine whose limits the recipe keeps")
+    target: str = Field(default="any", description="device that can run every format")
 
 
 class TotalsEntry(Strict):
@@ -79,7 +89,7 @@ class TotalsEntry(Strict):
     bits_whole_model: NotNegative = Field(description="the same over all parameters, embeddings and norms too")
     kv_bits: NotNegative = Field(description="bits per cached value at the context")
     weight_bytes: Count = Field(description="all weights")
-    kv_bytes: Count = Field(description="the cache of one sequence at the context")
+    kv_bytes: Count = Field(description="the cache of the batch at the context")
 
 
 class PredictedEntry(Strict):
@@ -186,9 +196,15 @@ class Recipe(Strict):
                 found[f"{layer.module}.{kind}"] = kv_format_of(getattr(layer, kind).format, self.kv_formats)
         return found
 
-    def absmax(self) -> dict[str, float]:
-        """Return cache unit -> calibrated largest magnitude."""
-        return {f"{e.module}.{k}": getattr(e, k).absmax for e in self.kv for k in ("key", "value")}
+    def calibration(self) -> dict[str, Calibration]:
+        """Return cache unit -> what its static scale and mean come from."""
+        found = {}
+        for layer in self.kv:
+            for kind in ("key", "value"):
+                entry: CacheEntry = getattr(layer, kind)
+                mean = None if entry.mean is None else decode_mean(entry.mean, layer.values_per_token, f"{layer.module}.{kind}")
+                found[f"{layer.module}.{kind}"] = Calibration(entry.absmax, entry.absmax, entry.absmax, mean)
+        return found
 
     def write(self, path: Path) -> None:
         """Write the YAML file atomically."""
@@ -249,6 +265,7 @@ def read_recipe(path: Path) -> Recipe:
                 raise unknown(f"format in the recipe's layer {layer.layer}:", cache.format, recipe.kv_formats)
     recipe.weight_formats()
     recipe.cache_formats()
+    recipe.calibration()
     return recipe
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoq.errors import unknown
+from autoq.errors import UserError, unknown
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
 
@@ -35,6 +38,8 @@ class FormatEntry(Strict):
     )
     residual: int = Field(default=0, ge=0, lt=2**31, description="KV: newest tokens kept in 16 bit")
     sink: int = Field(default=0, ge=0, lt=2**31, description="KV: first tokens kept in 16 bit")
+    center: bool = Field(default=False, description="KV: around a static mean per head and channel")
+    rotate: bool = Field(default=False, description="KV: rotated along head_dim by a normalized Hadamard matrix")
     activation: str | None = Field(default=None, description="format of the layer's input")
 
 
@@ -51,7 +56,8 @@ def describe(fmt: Format | KVFormat) -> FormatEntry:
         "activation": values.activation.name if values.activation else None,
     }
     if isinstance(fmt, KVFormat):
-        entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink}
+        entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink,
+                  "center": fmt.center, "rotate": fmt.rotate}  # fmt: skip
     return FormatEntry(**entry)  # type: ignore[arg-type]
 
 
@@ -65,7 +71,26 @@ def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
     """Build a KV format from its entry."""
     entry = entries[name]
     calibration: Any = entry.static_scale if entry.static_scale is not None else "none"
-    return KVFormat(name, _block_format(name, entry), entry.axis or "token", calibration, entry.residual, entry.sink)
+    if entry.center and entry.rotate:
+        raise UserError(f"the format {name} is both rotated and around a mean: autoq has either")
+    values, axis = _block_format(name, entry), entry.axis or "token"
+    return KVFormat(name, values, axis, calibration, entry.residual, entry.sink, entry.center, entry.rotate)
+
+
+def encode_mean(mean: torch.Tensor | None) -> str | None:
+    """Write a mean [KV heads, head_dim] as a recipe keeps it."""
+    return None if mean is None else base64.b64encode(mean.cpu().numpy().astype("<f2").tobytes()).decode()
+
+
+def decode_mean(text: str, values: int, unit: str) -> torch.Tensor:
+    """Read it back as float32 [values]; raises UserError naming the unit if it is not that many finite numbers."""
+    try:
+        mean = torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), "<f2").astype(np.float32))
+    except ValueError as error:
+        raise UserError(f"the mean of {unit} in the recipe is not base64 of float16 numbers ({error})") from error
+    if mean.numel() != values or not torch.isfinite(mean).all():
+        raise UserError(f"the mean of {unit} in the recipe must be {values} finite float16 numbers, and has {mean.numel()}")
+    return mean
 
 
 def _block_format(name: str, entry: FormatEntry) -> Format:

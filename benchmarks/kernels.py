@@ -108,6 +108,7 @@ def kl_rows(device: torch.device) -> list[dict[str, Any]]:
 
 
 def attention_rows(device: torch.device) -> list[dict[str, Any]]:
+    from autoq.formats.calibration import Calibration
     from autoq.formats.catalog import kv_format
     from autoq.kernels.attention import attention
     from autoq.model.packed_tokens import PackedTokens, kernels
@@ -117,7 +118,7 @@ def attention_rows(device: torch.device) -> list[dict[str, Any]]:
     plain = seconds(lambda: torch.nn.functional.scaled_dot_product_attention(query, x, x, enable_gqa=True))
     found = []
     for name in CACHES:
-        held = PackedTokens(kv_format(name), 5.0, kernels())
+        held = PackedTokens(kv_format(name), Calibration(5.0), kernels())
         held.append(x)
         cached = held.cached()
         taken = seconds(partial(attention, query, cached, cached, HEAD_DIM**-0.5))

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoq.api import assignment_of
-from autoq.budget import parse_budget
+from autoq.budget import Budgets, parse_budget
 from autoq.cost.bits import weight_cost
 from autoq.cost.kv_memory import kv_cost
 from autoq.formats.catalog import kv_format, weight_format
@@ -118,11 +118,11 @@ class Bench:
 
     def weights_in(self, name: str) -> Assignment:
         fmt = weight_format(name)
-        return Assignment({u.name: fmt for u in self.units.weights}, {}, self.profile.absmax)
+        return Assignment({u.name: fmt for u in self.units.weights}, {}, self.profile.calibration)
 
     def caches_in(self, kind: str, name: str) -> Assignment:
         fmt = kv_format(name)
-        return Assignment({}, {u.name: fmt for u in self.units.caches if kind in (u.kind, "both")}, self.profile.absmax)
+        return Assignment({}, {u.name: fmt for u in self.units.caches if kind in (u.kind, "both")}, self.profile.calibration)
 
 
 def uniform_rows(bench: Bench, sequences: int) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ def measure_columns(bench: Bench) -> None:
 
 
 def solve_weights(bench: Bench, candidates: Candidates, budget: str, table: DamageTable) -> dict[str, Option]:
-    return solve(make_problem(bench.units, candidates, parse_budget(budget), None, CONTEXT, table))
+    return solve(make_problem(bench.units, candidates, Budgets(parse_budget(budget)), table))
 
 
 def corrected_table(bench: Bench, sequences: int, estimator: Any = "steady") -> DamageTable:
@@ -206,7 +206,7 @@ def recipe_rows(bench: Bench) -> list[dict[str, Any]]:
     rows = []
     for space, candidates, budget, count, estimator in todo:
         choice = solve_weights(bench, candidates, budget, corrected_table(bench, count, estimator))
-        assignment = assignment_of(bench.units, choice, bench.profile.absmax)
+        assignment = assignment_of(bench.units, choice, bench.profile.calibration)
         name = recipe_name(space, budget, count, estimator)
         found = bench.measure(name, assignment)
         bits = weight_cost(bench.units, assignment.weights).effective
@@ -219,7 +219,7 @@ def recipe_rows(bench: Bench) -> list[dict[str, Any]]:
     for budget in ("4.5", "5.0"):
         choice = solve_weights(bench, default, budget, corrected_table(bench, most))
         importance = importance or input_importance(bench.model, bench.units, bench.texts[fit_text(bench.fitted)])
-        assignment = replace(assignment_of(bench.units, choice, bench.profile.absmax), importance=importance)
+        assignment = replace(assignment_of(bench.units, choice, bench.profile.calibration), importance=importance)
         found = bench.measure(f"recipe default {budget} bits {most} steady, Fisher-weighted scales", assignment)
         rows.append(
             {"space": "default", "budget": budget, "sequences": most, "estimator": "steady", "weighted": True,
@@ -235,8 +235,10 @@ def kv_rows(bench: Bench) -> list[dict[str, Any]]:
     rows = [{"what": "uniform nvfp4", "bits": 4.5, "predicted": None, "measured": nvfp4["kl"], "stderr": nvfp4["stderr"]}]
     for budget in ("4.5", "5.0", "6.0"):
         space = load_space("default")
-        choice = solve(make_problem(bench.units, space, None, parse_budget(budget), CONTEXT, corrected_table(bench, 32)))
-        assignment = assignment_of(bench.units, choice, bench.profile.absmax)
+        choice = solve(
+            make_problem(bench.units, space, Budgets(kv=parse_budget(budget), context=CONTEXT), corrected_table(bench, 32))
+        )
+        assignment = assignment_of(bench.units, choice, bench.profile.calibration)
         found = bench.measure(f"kv free choice {budget} bits", assignment)
         stored, values = kv_cost(bench.units, assignment.caches, CONTEXT)
         row = {"what": f"free choice at {budget}", "bits": stored / values, "predicted": total_damage(choice)}

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from autoq.errors import AutoqError
 from autoq.formats.format import IntElement, KVFormat
+from autoq.formats.rotation import rotate
 from autoq.kernels.decode import read_elements, read_scale
 from autoq.kernels.elements import to_float32
 from autoq.kernels.encode import element_constants
@@ -27,7 +28,7 @@ PROGRAMS = 512  # what keeps a large GPU busy
 MOST_REGISTERS = 255  # a thread; left to itself ptxas stops at 128 or 168 and spills the rest
 NOTHING = {
     "IS_FLOAT": False, "BITS": 8, "MANTISSA": 0, "BIAS": 0, "MIN_NORMAL": 1.0, "LARGEST": 127.0, "SCALE": "none", "ASYMMETRIC": False,
-    "HAS_TENSOR": False, "CHANNEL": False, "BLOCK": 1,
+    "HAS_TENSOR": False, "CHANNEL": False, "BLOCK": 1, "HAS_MEAN": False,
 }  # fmt: skip
 
 
@@ -43,6 +44,7 @@ class CachedTokens:
             at number `first_zero`.
         tensor: float32 scalar that multiplies every scale, or None.
         sink, recent: [batch, KV heads, tokens, head_dim] before and after the packed tokens.
+        mean: float32 [KV heads, 1, head_dim] to add to packed tokens, or None. Tokens of a rotated format are rotated, all of them.
     """
 
     fmt: KVFormat
@@ -53,6 +55,7 @@ class CachedTokens:
     tensor: torch.Tensor | None
     sink: torch.Tensor | None
     recent: torch.Tensor
+    mean: torch.Tensor | None = None
 
     @property
     def unit(self) -> int:
@@ -76,10 +79,10 @@ class CachedTokens:
 
 @triton.jit
 def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_ptr, sunk, packed, room, head_dim, row_bytes,
-                zero_bytes, first_zero, sink_batch, sink_head, sink_token, recent_batch, recent_head, recent_token, batch, head, heads, token, dim, inside,
+                zero_bytes, first_zero, mean_ptr, sink_batch, sink_head, sink_token, recent_batch, recent_head, recent_token, batch, head, heads, token, dim, inside,
                 IS_FLOAT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MIN_NORMAL: tl.constexpr,
                 LARGEST: tl.constexpr, SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_TENSOR: tl.constexpr, CHANNEL: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+                BLOCK: tl.constexpr, HAS_MEAN: tl.constexpr):  # fmt: skip
     """Return float32 keys (or values) [tokens, head_dim] of one KV head, from wherever each is kept; 0 where not `inside`."""
     at = token - sunk
     is_packed = inside & ((at >= 0) & (at < packed))[:, None]
@@ -105,6 +108,9 @@ def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_p
         value = value * scale
     elif HAS_TENSOR:
         value = value * tl.load(tensor_ptr)
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + head * head_dim + dim, mask=dim < head_dim, other=0.0)
+        value += tl.where(is_packed, mean[None, :], 0.0)
     first = sink_ptr + batch.to(tl.int64) * sink_batch + head * sink_head + token[:, None] * sink_token + dim[None, :]
     value += to_float32(tl.load(first, mask=inside & (at < 0)[:, None], other=0.0))
     newest = (
@@ -117,18 +123,18 @@ def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_p
 def attention_kernel(
     query_ptr, mask_ptr, out_ptr, max_ptr, sum_ptr,
     k_codes, k_scales, k_zeros, k_tensor, k_sink, k_recent, k_sunk, k_packed, k_room, k_row_bytes,
-    k_zero_bytes, k_first_zero,
+    k_zero_bytes, k_first_zero, k_mean,
     k_sink_batch, k_sink_head, k_sink_token, k_recent_batch, k_recent_head, k_recent_token,
     v_codes, v_scales, v_zeros, v_tensor, v_sink, v_recent, v_sunk, v_packed, v_room, v_row_bytes,
-    v_zero_bytes, v_first_zero,
+    v_zero_bytes, v_first_zero, v_mean,
     v_sink_batch, v_sink_head, v_sink_token, v_recent_batch, v_recent_head, v_recent_token,
     heads, group, head_dim, total, stretch, splits, scaling, softcap,
     K_IS_FLOAT: tl.constexpr, K_BITS: tl.constexpr, K_MANTISSA: tl.constexpr, K_BIAS: tl.constexpr, K_MIN_NORMAL: tl.constexpr,
     K_LARGEST: tl.constexpr, K_SCALE: tl.constexpr, K_ASYMMETRIC: tl.constexpr, K_HAS_TENSOR: tl.constexpr, K_CHANNEL: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_HAS_MEAN: tl.constexpr,
     V_IS_FLOAT: tl.constexpr, V_BITS: tl.constexpr, V_MANTISSA: tl.constexpr, V_BIAS: tl.constexpr, V_MIN_NORMAL: tl.constexpr,
     V_LARGEST: tl.constexpr, V_SCALE: tl.constexpr, V_ASYMMETRIC: tl.constexpr, V_HAS_TENSOR: tl.constexpr, V_CHANNEL: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, V_HAS_MEAN: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one sequence and one stretch of tokens a program; queries [batch, KV heads, group, head_dim], contiguous."""
@@ -148,9 +154,10 @@ def attention_kernel(
         inside = (token < stop)[:, None] & (dim < head_dim)[None, :]
         key = read_tokens(
             k_codes, k_scales, k_zeros, k_tensor, k_sink, k_recent, k_sunk, k_packed, k_room, head_dim,
-            k_row_bytes, k_zero_bytes, k_first_zero,
+            k_row_bytes, k_zero_bytes, k_first_zero, k_mean,
             k_sink_batch, k_sink_head, k_sink_token, k_recent_batch, k_recent_head, k_recent_token, batch, head, heads, token, dim, inside,
             K_IS_FLOAT, K_BITS, K_MANTISSA, K_BIAS, K_MIN_NORMAL, K_LARGEST, K_SCALE, K_ASYMMETRIC, K_HAS_TENSOR, K_CHANNEL, K_BLOCK,
+            K_HAS_MEAN,
         )  # fmt: skip
         logits = tl.dot(query, tl.trans(key.to(kind)), input_precision="ieee") * scaling
         if SOFTCAP:  # tanh by exponentials
@@ -167,9 +174,10 @@ def attention_kernel(
         norm = norm * kept + tl.sum(weight, axis=1)
         value = read_tokens(
             v_codes, v_scales, v_zeros, v_tensor, v_sink, v_recent, v_sunk, v_packed, v_room, head_dim,
-            v_row_bytes, v_zero_bytes, v_first_zero,
+            v_row_bytes, v_zero_bytes, v_first_zero, v_mean,
             v_sink_batch, v_sink_head, v_sink_token, v_recent_batch, v_recent_head, v_recent_token, batch, head, heads, token, dim, inside,
             V_IS_FLOAT, V_BITS, V_MANTISSA, V_BIAS, V_MIN_NORMAL, V_LARGEST, V_SCALE, V_ASYMMETRIC, V_HAS_TENSOR, V_CHANNEL, V_BLOCK,
+            V_HAS_MEAN,
         )  # fmt: skip
         mixed = mixed * kept[:, None] + tl.dot(weight.to(kind), value.to(kind), input_precision="ieee")
         top = new
@@ -215,6 +223,7 @@ def attention(
     on_cpu = interpreted()
     dtype = query.dtype
     asked = query.float() if on_cpu and dtype == torch.bfloat16 else query  # the interpreter multiplies bit patterns of bfloat16
+    asked = rotate(asked) if key.fmt.rotate else asked
     asked = asked.reshape(batch, kv_heads, group, head_dim).contiguous()
     padded, members = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(group))
     size = max(16, TILE_VALUES // padded) if not on_cpu else max(16, min(1024, triton.next_power_of_2(max(total, 1))))
@@ -238,7 +247,8 @@ def attention(
     share = torch.exp(top - torch.where(highest.isinf(), 0.0, highest))
     weight = (share * norm).sum(1).unsqueeze(-1)
     found = (share.unsqueeze(-1) * out).sum(1) / torch.where(weight == 0, 1.0, weight)
-    return found[:, :group, :head_dim].reshape(batch, heads, 1, head_dim).to(dtype)
+    found = found[:, :group, :head_dim].reshape(batch, heads, 1, head_dim)
+    return (rotate(found) if value.fmt.rotate else found).to(dtype)
 
 
 def _arguments(side: CachedTokens, seen: int) -> tuple[list[Any], dict[str, Any]]:
@@ -251,7 +261,7 @@ def _arguments(side: CachedTokens, seen: int) -> tuple[list[Any], dict[str, Any]
         raise AutoqError("cached tokens must be contiguous along head_dim")
     sizes = [*sink.stride()[:3], *recent.stride()[:3]]
     if side.codes is None or side.scales is None or fmt.element is None:
-        return [recent, recent, recent, recent, sink, recent, sunk, 0, 0, 0, 0, 0, *sizes], NOTHING
+        return [recent, recent, recent, recent, sink, recent, sunk, 0, 0, 0, 0, 0, recent, *sizes], NOTHING
     codes, scales, zeros, tensor = side.codes, side.scales, side.zeros, side.tensor
     room = codes.stride(1) // codes.shape[-1]  # rows from one head to the next
     if not codes[0, 0].is_contiguous() or codes.stride(0) != codes.shape[1] * codes.stride(1):
@@ -260,11 +270,13 @@ def _arguments(side: CachedTokens, seen: int) -> tuple[list[Any], dict[str, Any]
         raise AutoqError("scales must have as much memory between heads as codes")
     given = [
         codes, scales, codes if zeros is None else zeros, codes if tensor is None else tensor, sink, recent,
-        sunk, side.packed, room, codes.shape[-1], 0 if zeros is None else zeros.shape[-1], side.first_zero, *sizes,
+        sunk, side.packed, room, codes.shape[-1], 0 if zeros is None else zeros.shape[-1], side.first_zero, codes if side.mean is None else side.mean,
+        *sizes,
     ]  # fmt: skip
     constants = {
         **element_constants(fmt.element), "SCALE": fmt.scale, "HAS_TENSOR": tensor is not None,
         "ASYMMETRIC": isinstance(fmt.element, IntElement) and fmt.element.asymmetric,
         "CHANNEL": side.fmt.axis == "channel", "BLOCK": fmt.block or recent.shape[-1],
+        "HAS_MEAN": side.mean is not None,
     }  # fmt: skip
     return given, constants

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from autoq import cli
+from autoq.formats.calibration import Calibration
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 torch.set_num_threads(1)
@@ -47,6 +48,12 @@ def build(config: Any, seed: int = 0) -> PreTrainedModel:
 
 def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True, **changes})
+
+
+def calibrated(absmax: float, kv_heads: int, head_dim: int) -> Calibration:
+    """Return a calibration whose mean is no round number."""
+    mean = torch.randn(kv_heads, head_dim, generator=torch.Generator().manual_seed(11)).half().float()
+    return Calibration(absmax, absmax + 1, absmax + 2, mean)
 
 
 def pytest_configure() -> None:

@@ -17,7 +17,7 @@ from autoq.measure.damage import DamageScorer
 from autoq.model.load import DEMO_FOLDER
 from tests.conftest import llama_config, run_autoq
 
-PROFILE = ("profile", "--samples", "4", "--seq-len", "32", "--batch", "2")
+PROFILE = ("profile", "--samples", "4", "--seq-len", "32", "--profile-batch", "2")
 
 
 @pytest.fixture

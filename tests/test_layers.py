@@ -18,7 +18,7 @@ LAYERS = [
     {"search"},
     {"report"},
     {"api"},
-    {"cli", "cli_options", "cli_output", "__main__"},
+    {"cli", "__main__"},
 ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoq import recipe as recipes
 from autoq.errors import UserError, unknown
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.profile import model_fingerprint
 from autoq.model.quantized import Assignment
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def assignment_of(units: ModelUnits, choice: dict[str, Option], absmax: dict[str, float]) -> Assignment:
+def assignment_of(units: ModelUnits, choice: dict[str, Option], calibration: Mapping[str, Calibration]) -> Assignment:
     """Return the formats behind a solution."""
     return Assignment(
         {u.name: weight_format(choice[u.name].format) for u in units.weights},
         {u.name: kv_format(choice[u.name].format) for u in units.caches},
-        absmax,
+        calibration,
     )
 
 
@@ -48,7 +49,7 @@ def check_names(recipe: recipes.Recipe, units: ModelUnits) -> None:
 def recipe_assignment(recipe: recipes.Recipe, units: ModelUnits) -> Assignment:
     """Return the assignment a recipe stands for; raises UserError if it names what the model does not have."""
     check_names(recipe, units)
-    return Assignment(recipe.weight_formats(), recipe.cache_formats(), recipe.absmax())
+    return Assignment(recipe.weight_formats(), recipe.cache_formats(), recipe.calibration())
 
 
 @contextmanager

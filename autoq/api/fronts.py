@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoq.api.plan import searchable
-from autoq.budget import parse_budget
+from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import cache_values, context_of
 from autoq.errors import UserError
@@ -66,7 +66,7 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     table = damage_table(profile, units, factors=factors)
     everything = parse_budget("16bits")
     kv = everything if candidates.keys and candidates.values else None
-    problem = make_problem(units, candidates, everything if candidates.weights else None, kv, context, table)
+    problem = make_problem(units, candidates, Budgets(everything if candidates.weights else None, kv, None, context), table)
     asked = list(budgets) if budgets else [2 + 0.25 * i for i in range(29)]
     sides = []
     for members, values in ((units.weights, units.searched), (units.caches, sum(cache_values(u, context) for u in units.caches))):

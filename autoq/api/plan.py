@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autoq.budget import Budget, parse_budget
+from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
+from autoq.cost.engines import Engine, engine_of
 from autoq.cost.kv_memory import context_of
+from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
+from autoq.formats.catalog import kv_format
 from autoq.formats.format import KVFormat
 from autoq.measure.damage import Candidates, weight_refusal
 from autoq.measure.estimate import DamageTable
@@ -32,15 +35,14 @@ class Plan:
     model_config: PreTrainedConfig
     units: ModelUnits
     candidates: Candidates
-    budget: Budget | None
-    kv_budget: Budget | None
-    context: int
+    budgets: Budgets
+    engine: Engine
     run: RunFolder
     notes: tuple[str, ...]
 
     def problem(self, damage: DamageTable | None = None) -> Problem:
         """Return the allocation problem; raises UserError for a budget that cannot be met."""
-        return make_problem(self.units, self.candidates, self.budget, self.kv_budget, self.context, damage)
+        return make_problem(self.units, self.candidates, self.budgets, damage)
 
 
 def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
@@ -48,27 +50,25 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
 
     Raises UserError for an unknown name, an impossible budget, or a model that is no causal language model.
     """
-    for option in ("budget", "kv_budget", "calib", "eval", "space", "model"):
+    for option in ("budget", "kv_budget", "memory", "calib", "eval", "space", "model"):
         if getattr(config, option) == "":
             raise UserError(f"--{option.replace('_', '-')} is empty: give a value, or leave the option out")
-    if budgets_needed and config.budget is None and config.kv_budget is None:
-        raise UserError("give a budget: --budget 4.5bits for the weights, --kv-budget 6bits for the cache, or both")
-    budget = parse_budget(config.budget) if config.budget else None
-    kv_budget = parse_budget(config.kv_budget, "--kv-budget") if config.kv_budget else None
-    if kv_budget is not None and kv_budget.unit != "bits":
-        raise UserError(f"--kv-budget {kv_budget.text!r}: give bits per cached value, such as 6bits")
-    candidates = load_space(config.space)
-    if budget is not None and not candidates.weights:
-        raise UserError(f"--budget needs weight formats, but the search space {config.space!r} has none")
-    if kv_budget is not None and not (candidates.keys and candidates.values):
-        raise UserError(f"--kv-budget needs formats for keys and values, but the search space {config.space!r} lacks them")
+    asked = _budgets(config, budgets_needed)
+    engine = engine_of(config.engine)
+    candidates, removed = runnable(with_engine(load_space(config.space), engine), target_of(config.target))
+    if asked.search_weights and not candidates.weights:
+        option = "--budget" if asked.weights else "--memory"
+        raise UserError(f"{option} needs weight formats, but the search space {config.space!r} has none")
+    if asked.search_caches and not (candidates.keys and candidates.values):
+        option = "--kv-budget" if asked.kv else "--memory"
+        raise UserError(f"{option} needs formats for keys and values, but the search space {config.space!r} lacks them")
     text_sources(config.calib, config.eval)
     load.dtype_name(config.dtype, "cpu")
     device = load.pick_device(config.device)
     source = load.model_source(config.model)
     model_config = load.load_config(source)
     empty = load.empty_model(model_config)
-    units, candidates, notes = searchable(find_units(empty, config.include), empty, candidates, kv_budget is not None)
+    units, candidates, notes = searchable(find_units(empty, config.include), empty, candidates, asked.search_caches)
     if not units.weights:
         raise UserError(f"{config.model!r} has no weight that autoq can quantize")
     text_config = model_config.get_text_config(decoder=True)
@@ -76,10 +76,57 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     if limit and config.seq_len > limit:
         raise UserError(f"--seq-len is {config.seq_len}, beyond this model's maximum of {limit} tokens")
     run = open_run(config.run, config.resume, source.short_name)
-    context, config = context_of(text_config, config.context), replace(config, device=device)
-    plan = Plan(config, source, model_config, units, candidates, budget, kv_budget, context, run, notes)
+    if engine.head_dim_multiple > 1 and (odd := {u.head_dim for u in units.caches if u.head_dim % engine.head_dim_multiple}):
+        raise UserError(
+            f"--engine {engine.name} needs a head_dim that is a multiple of {engine.head_dim_multiple}, and this model's is {max(odd)}"
+        )
+    budgets = replace(asked, context=context_of(text_config, config.context))
+    plan = Plan(replace(config, device=device), source, model_config, units, candidates, budgets, engine, run, (*removed, *notes))
     plan.problem()
     return plan
+
+
+def _budgets(config: SearchConfig, needed: bool) -> Budgets:
+    """Read the budgets; the context is not resolved yet."""
+    if needed and config.budget is None and config.kv_budget is None and config.memory is None:
+        raise UserError(
+            "give a budget: --budget 4.5bits for the weights, --kv-budget 6bits for the cache, --memory 24GiB for both together"
+        )
+    weights = parse_budget(config.budget) if config.budget else None
+    kv = parse_budget(config.kv_budget, "--kv-budget") if config.kv_budget else None
+    memory = parse_budget(config.memory, "--memory") if config.memory else None
+    if memory is not None and memory.unit != "bytes":
+        raise UserError(f"--memory {memory.text!r}: give bytes, such as 24GiB")
+    return Budgets(weights, kv, memory, batch=config.batch)
+
+
+def with_engine(candidates: Candidates, engine: Engine) -> Candidates:
+    """Add the cache formats that the engine serves; those of the space stay, to say what the engine costs."""
+    if engine.kv_formats is None or not candidates.keys:
+        return candidates
+    served = tuple(kv_format(name) for name in sorted(engine.kv_formats))
+    return replace(
+        candidates,
+        keys=tuple(dict.fromkeys((*candidates.keys, *served))),
+        values=tuple(dict.fromkeys((*candidates.values, *served))),
+    )
+
+
+def runnable(candidates: Candidates, target: Target) -> tuple[Candidates, tuple[str, ...]]:
+    """Leave out the formats that a device cannot run; return (the others, what was left out and why)."""
+    notes: dict[str, list[str]] = {}
+
+    def able(formats: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept = []
+        for fmt in formats:
+            if reason := target.refusal(fmt):
+                notes.setdefault(reason, []).append(fmt.name)
+            else:
+                kept.append(fmt)
+        return tuple(kept)
+
+    found = Candidates(able(candidates.weights), able(candidates.keys), able(candidates.values))
+    return found, tuple(f"left out {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in notes.items())
 
 
 def searchable(

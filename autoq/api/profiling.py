@@ -85,7 +85,7 @@ def profile_plan(plan: Plan, clock: Clock) -> Profiled:
     make_folder(run.path)
     run.describe(_description(plan))
     with clock.stage("profile", "profiling") as progress:
-        profile = make_profile(model, units, plan.candidates, ids, fingerprint, run.path, config.batch, progress, say)
+        profile = make_profile(model, units, plan.candidates, ids, fingerprint, run.path, config.profile_batch, progress, say)
     if peak := peak_bytes():
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         say(f"peak memory of the process {peak / 2**30:.2f} GiB, of which the model is {held / 2**30:.2f} GiB")
@@ -103,7 +103,7 @@ def _description(plan: Plan) -> dict[str, Any]:
         "model": config.model,
         "space": config.space,
         "include": list(config.include),
-        "context": plan.context,
+        "context": plan.budgets.context,
         "calib": config.calib or STDLIB,
         "seed": config.seed,
         "samples": config.samples,

@@ -21,7 +21,7 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.divergence import Divergence
 from autoq.measure.estimate import DamageTable, Prediction
 from autoq.model.text import STDLIB
-from autoq.recipe_formats import describe
+from autoq.recipe_formats import describe, encode_mean
 from autoq.search.baselines import Uniform
 from autoq.search.problem import Option
 
@@ -44,11 +44,13 @@ def make_recipe(
     uniforms: tuple[UniformResult, ...],
 ) -> recipes.Recipe:
     """Return the recipe of a choice unit -> option, with what was predicted, what was measured, and its provenance."""
-    plan, units = done.plan, done.plan.units
+    plan, units, calibration = done.plan, done.plan.units, done.profile.calibration
     used = {fmt: weight_format(fmt) for fmt in sorted({choice[u.name].format for u in units.weights})}
     kv_used = {fmt: kv_format(fmt) for fmt in sorted({choice[u.name].format for u in units.caches})}
     cost = weight_cost(units, {u.name: used[choice[u.name].format] for u in units.weights})
-    kv_bits, kv_values = kv_cost(units, {u.name: kv_used[choice[u.name].format] for u in units.caches}, plan.context)
+    budgets = plan.budgets
+    context, batch = budgets.context, budgets.batch
+    kv_bits, kv_values = kv_cost(units, {u.name: kv_used[choice[u.name].format] for u in units.caches}, context, batch)
 
     def damage(unit: str) -> float:
         return six_digits(table.get(unit, {}).get(choice[unit].format, 0.0))
@@ -63,12 +65,13 @@ def make_recipe(
     layers: dict[str, dict[str, Any]] = {}
     for u in units.caches:
         entry = layers.setdefault(u.module, {"layer": u.layer, "module": u.module, "values_per_token": u.numel})
-        bits = cache_bits(u, kv_used[choice[u.name].format], plan.context) / cache_values(u, plan.context)
+        bits = cache_bits(u, kv_used[choice[u.name].format], context, batch) / cache_values(u, context, batch)
         entry[u.kind] = recipes.CacheEntry(
             format=choice[u.name].format,
             bits=six_digits(bits),
             predicted_kl=damage(u.name),
-            absmax=six_digits(done.profile.absmax[u.name]),
+            absmax=six_digits(calibration[u.name].covered(kv_used[choice[u.name].format])),
+            mean=encode_mean(calibration[u.name].mean) if kv_used[choice[u.name].format].center else None,
         )
     return recipes.Recipe(
         schema_version=1,
@@ -77,7 +80,9 @@ def make_recipe(
             architecture=type(done.model).__name__, parameters=units.parameters,
         ),
         budget=recipes.BudgetEntry(
-            weights=plan.budget.text if plan.budget else None, kv=plan.kv_budget.text if plan.kv_budget else None, context=plan.context
+            weights=budgets.weights.text if budgets.weights else None, kv=budgets.kv.text if budgets.kv else None,
+            memory=budgets.memory.text if budgets.memory else None, context=context, batch=batch,
+            engine=plan.engine.name, target=plan.config.target,
         ),
         totals=recipes.TotalsEntry(
             bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),

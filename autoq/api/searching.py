@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,15 @@ from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import TRUSTED_KL, DamageTable, correction_factors, damage_table, disagreeing_cells, predict
 from autoq.model.quantized import Assignment
 from autoq.model.text import cut_again
-from autoq.model.units import ModelUnits
 from autoq.report.progress import Clock, Reporter, Silent
 from autoq.run_folder import RECIPE, RESULT
-from autoq.search.baselines import fair_uniforms, uniform_caches, uniform_weights
+from autoq.search.baselines import fair_uniforms
 from autoq.search.corrections import measure_uniform
+from autoq.search.engine import solve_for_engine
+from autoq.search.exchange import Exchange, exchange
 from autoq.search.front import FrontPoint, around, sweep
 from autoq.search.problem import Option, Problem
-from autoq.search.solver import solve, total_bits
+from autoq.search.solver import solve, total_bits, total_damage
 
 if TYPE_CHECKING:
     from autoq.api.validating import Validation
@@ -38,7 +39,12 @@ MOST_UNIFORMS = 6  # uniform recipes measured beside a result
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A recipe, what was measured, and the front around it."""
+    """A recipe, what was measured, and the front around it.
+
+    Attributes:
+        exchanges: with a budget for everything: what more memory for "weights" and "cache" would save. free_kl: what was
+            predicted without the engine's limits on mixing, or None where there are none.
+    """
 
     recipe: recipes.Recipe
     recipe_path: Path
@@ -53,6 +59,8 @@ class SearchResult:
     warnings: tuple[str, ...]
     options: str
     validation: Validation | None = None
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    free_kl: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq search --json` prints."""
@@ -84,6 +92,9 @@ class SearchResult:
             "kv_front": [point_json(p) for p in self.kv_front],
             "run": str(self.run),
             "warnings": list(self.warnings),
+            "total_bytes": totals.weight_bytes + totals.kv_bytes,
+            "exchange": {k: {**asdict(e), "nats_per_gib": e.nats_per_gib} for k, e in self.exchanges.items()},
+            "predicted_kl_without_engine": self.free_kl,
             "validation": None if self.validation is None else self.validation.to_json(),
         }
 
@@ -109,14 +120,16 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     table = damage_table(profile, units, factors=factors)
     with clock.stage("solve", "solving") as progress:
         problem = plan.problem(table)
-        choice = solve(problem)
+        choice = solve_for_engine(problem, units, plan.engine)
+        free = choice if plan.engine.mixing == "free" else solve(problem)
         prediction = predict(profile, units, {u: o.format for u, o in choice.items()}, factors=factors)
         front, kv_front = _fronts(plan, problem, choice)
+        exchanges = _exchanges(plan, problem, choice) if plan.budgets.memory else {}
         progress(1, 1)
-    assignment = assignment_of(units, choice, profile.absmax)
+    assignment = assignment_of(units, choice, profile.calibration)
     with clock.stage("measure", "measuring the recipe") as progress:
         divergence = yardstick.measure(assignment, progress)
-    uniforms = _measure_uniforms(plan, done, table, choice, yardstick, clock)
+    uniforms = _measure_uniforms(plan, done, table, yardstick, clock)
     recipe = make_recipe(done, choice, table, prediction, divergence, floor, uniforms)
     path = done.run.path / RECIPE
     if kept := keep_other_budget(path, recipe):
@@ -143,6 +156,8 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         warnings,
         config.options(),
         validation,
+        exchanges,
+        None if plan.engine.mixing == "free" else total_damage(free),
     )
 
 
@@ -155,7 +170,10 @@ def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | 
     if before == recipe.budget:
         return None
     budget = (
-        " and ".join(f"{side} {text}" for side, text in (("weights", before.weights), ("kv", before.kv)) if text) or "no budget"
+        " and ".join(
+            f"{side} {text}" for side, text in (("weights", before.weights), ("kv", before.kv), ("memory", before.memory)) if text
+        )
+        or "no budget"
     )
     suffix = re.sub(r"[^A-Za-z0-9.]+", "-", budget.replace("weights ", "").replace("%", "percent"))
     kept = path.with_name(f"recipe-{suffix}.yaml")
@@ -171,43 +189,53 @@ def _correct(done: Profiled, progress: Any) -> None:
     plan, profile, units = done.plan, done.profile, done.plan.units
     uniform: dict[str, Assignment] = {}
     for kind, asked, formats in (
-        ("weight", plan.budget, plan.candidates.weights),
-        ("key", plan.kv_budget, plan.candidates.keys),
-        ("value", plan.kv_budget, plan.candidates.values),
+        ("weight", plan.budgets.search_weights, plan.candidates.weights),
+        ("key", plan.budgets.search_caches, plan.candidates.keys),
+        ("value", plan.budgets.search_caches, plan.candidates.values),
     ):
         for fmt in formats if asked else ():
             able = [u.name for u in units.units if u.kind == kind and fmt in plan.candidates.for_unit(u)]
             chosen: Any = dict.fromkeys(able, fmt)
             weights, caches = (chosen, {}) if kind == "weight" else ({}, chosen)
-            uniform[f"{kind}/{fmt.name}"] = Assignment(weights, caches, profile.absmax)
+            uniform[f"{kind}/{fmt.name}"] = Assignment(weights, caches, profile.calibration)
     sequences = min(plan.config.correct, len(done.ids))
     windows = cut_again(done.ids[:sequences], done.eval_ids.shape[1], done.bos)
     if measure_uniform(profile, lambda: Yardstick(done.model, units, windows), sequences, windows.shape[1], uniform, progress):
         profile.save(done.run.path)
 
 
+def _sides(plan: Plan) -> dict[str, tuple[frozenset[str], int]]:
+    """Return (units, number of values) of what is searched: "weights", "cache"."""
+    units, budgets = plan.units, plan.budgets
+    found = {}
+    if budgets.search_weights:
+        found["weights"] = frozenset(u.name for u in units.weights), units.searched
+    if budgets.search_caches:
+        values = sum(cache_values(u, budgets.context, budgets.batch) for u in units.caches)
+        found["cache"] = frozenset(u.name for u in units.caches), values
+    return found
+
+
 def _fronts(plan: Plan, problem: Problem, choice: dict[str, Option]) -> tuple[tuple[FrontPoint, ...], tuple[FrontPoint, ...]]:
-    units, sides = plan.units, []
-    for members, values, asked in (
-        (units.weights, units.searched, plan.budget),
-        (units.caches, sum(cache_values(u, plan.context) for u in units.caches), plan.kv_budget),
-    ):
-        names = frozenset(u.name for u in members)
-        bits = total_bits(choice, names) / max(1, values)
-        sides.append(tuple(sweep(problem, names, values, around(bits))) if asked else ())
-    return sides[0], sides[1]
+    sides = _sides(plan)
+
+    def side(name: str) -> tuple[FrontPoint, ...]:
+        if name not in sides:
+            return ()
+        names, values = sides[name]
+        return tuple(sweep(problem, names, values, around(total_bits(choice, names) / max(1, values))))
+
+    return side("weights"), side("cache")
+
+
+def _exchanges(plan: Plan, problem: Problem, choice: dict[str, Option]) -> dict[str, Exchange]:
+    return {name: exchange(problem, choice, names) for name, (names, _) in _sides(plan).items()}
 
 
 def _measure_uniforms(
-    plan: Plan, done: Profiled, table: DamageTable, choice: dict[str, Option], yardstick: Yardstick, clock: Clock
+    plan: Plan, done: Profiled, table: DamageTable, yardstick: Yardstick, clock: Clock
 ) -> tuple[UniformResult, ...]:
-    units, absmax = plan.units, done.profile.absmax
-    weights = uniform_weights(units, plan.candidates, table, absmax) if plan.budget else []
-    caches = uniform_caches(units, plan.candidates, table, absmax, plan.context) if plan.kv_budget else []
-    bits, kv_bits = None, plan.kv_budget.value if plan.kv_budget else None
-    if plan.budget:
-        bits = plan.budget.value if plan.budget.unit == "bits" else _bits(units, choice)
-    chosen = fair_uniforms(weights, caches, bits, kv_bits, MOST_UNIFORMS)
+    chosen = fair_uniforms(plan.units, plan.candidates, table, done.profile.calibration, plan.budgets, plan.engine, MOST_UNIFORMS)
     found = []
     with clock.stage("measure", "measuring uniform formats") as progress:
         for i, uniform in enumerate(chosen):
@@ -215,10 +243,6 @@ def _measure_uniforms(
             found.append(UniformResult(uniform, yardstick.measure(uniform.assignment)))
         progress(len(chosen), len(chosen))
     return tuple(sorted(found, key=lambda r: (r.divergence.mean_kl, r.uniform.name)))
-
-
-def _bits(units: ModelUnits, choice: dict[str, Option]) -> float:
-    return total_bits(choice, frozenset(u.name for u in units.weights)) / max(1, units.searched)
 
 
 def _warnings(

@@ -17,21 +17,21 @@ def cached_tokens(unit: Unit, context: int) -> int:
     return min(context, unit.window) if unit.window else context
 
 
-def cache_bits(unit: Unit, fmt: KVFormat, context: int) -> int:
-    """Return the bits that the K (or V) cache of one layer takes for one sequence of `context` tokens."""
-    return fmt.storage_bits(cached_tokens(unit, context), unit.kv_heads, unit.head_dim)
+def cache_bits(unit: Unit, fmt: KVFormat, context: int, batch: int = 1) -> int:
+    """Return the bits that the K (or V) cache of one layer takes for `batch` sequences of `context` tokens."""
+    return fmt.storage_bits(cached_tokens(unit, context), unit.kv_heads, unit.head_dim, batch)
 
 
-def cache_values(unit: Unit, context: int) -> int:
+def cache_values(unit: Unit, context: int, batch: int = 1) -> int:
     """Return the number of values in that cache."""
-    return cached_tokens(unit, context) * unit.kv_heads * unit.head_dim
+    return batch * cached_tokens(unit, context) * unit.kv_heads * unit.head_dim
 
 
-def kv_cost(units: ModelUnits, assignment: Mapping[str, KVFormat], context: int) -> tuple[int, int]:
-    """Return (stored bits, values) of the whole cache of one sequence; a unit that is not assigned stays at 16 bit."""
+def kv_cost(units: ModelUnits, assignment: Mapping[str, KVFormat], context: int, batch: int = 1) -> tuple[int, int]:
+    """Return (stored bits, values) of the whole cache of `batch` sequences; a unit that is not assigned stays at 16 bit."""
     original = kv_format("bf16")
-    bits = sum(cache_bits(u, assignment.get(u.name, original), context) for u in units.caches)
-    return bits, sum(cache_values(u, context) for u in units.caches)
+    bits = sum(cache_bits(u, assignment.get(u.name, original), context, batch) for u in units.caches)
+    return bits, sum(cache_values(u, context, batch) for u in units.caches)
 
 
 def context_of(config: object, asked: int | None = None) -> int:

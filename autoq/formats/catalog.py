@@ -70,14 +70,20 @@ _KV = [
     KVFormat("bf16", Format("bf16", None)),
     KVFormat("mxfp8", _MXFP8),
     KVFormat("fp8", _STATIC_FP8, calibration="absmax"),
+    KVFormat("fp8_affine", _STATIC_FP8, calibration="absmax", center=True),
     KVFormat("fp8_cast", _STATIC_FP8, calibration=448.0),
     _token(8),
     _channel(8),
+    KVFormat("int8_head", Format("int8_row", _INT8, None, "fp32")),  # vLLM's int8_per_token_head
+    KVFormat("q8_0", Format("int8_g32", _INT8, 32, "fp16")),  # llama.cpp's, as q4_0 below
     KVFormat("nvfp4", replace(_NVFP4, tensor_scale=False), calibration="absmax"),
+    KVFormat("nvfp4_affine", replace(_NVFP4, tensor_scale=False), calibration="absmax", center=True),
+    KVFormat("nvfp4_rotate", replace(_NVFP4, tensor_scale=False), calibration="absmax", rotate=True),
     KVFormat("nvfp4_cast", replace(_NVFP4, tensor_scale=False), calibration=448.0),
     KVFormat("mxfp4", _MXFP4),
     _token(4),
     _channel(4),
+    KVFormat("q4_0", Format("int4_g32_full", _INT4, 32, "fp16", "full_range")),
     _token(2),
     _channel(2),
 ]

@@ -142,6 +142,8 @@ class KVFormat:
             in the layer) or a number that stands for that largest value (the *_cast formats need no calibration).
         residual: the newest tokens, kept in 16 bit.
         sink: the first tokens, kept in 16 bit.
+        center: a static mean per head and channel is taken off before encoding and added after decoding; stored in float16.
+        rotate: values are rotated along head_dim (`autoq.formats.rotation`) before encoding; a key's query is rotated with it.
     """
 
     name: str
@@ -150,6 +152,8 @@ class KVFormat:
     calibration: Literal["none", "absmax"] | float = "none"
     residual: int = 0
     sink: int = 0
+    center: bool = False
+    rotate: bool = False
 
     @property
     def is_original(self) -> bool:
@@ -163,9 +167,11 @@ class KVFormat:
     def for_head_dim(self, head_dim: int) -> KVFormat:
         """Return the format with a group that fits: the largest divisor of head_dim not above the nominal group.
 
-        Raises UserError when only groups of one value would fit.
+        Raises UserError when only groups of one value would fit, or nothing can be rotated.
         """
         block = self.values.block
+        if self.rotate and head_dim % 2:
+            raise UserError(f"{self.name} rotates pairs of channels at least, and a head_dim of {head_dim} is odd: use nvfp4")
         if self.axis == "channel" or block is None or head_dim % block == 0:
             return self
         if self.values.scale in ("e4m3", "e8m0"):  # the block size is part of the format; a ragged block is padded
@@ -175,8 +181,8 @@ class KVFormat:
             raise UserError(f"no group of {self.name} fits a head_dim of {head_dim}: use a format without groups, such as fp8")
         return replace(self, values=replace(self.values, block=fitting))
 
-    def storage_bits(self, tokens: int, kv_heads: int, head_dim: int) -> int:
-        """Return the bits that one sequence of `tokens` tokens takes in one layer, for K or for V alone."""
+    def storage_bits(self, tokens: int, kv_heads: int, head_dim: int, batch: int = 1) -> int:
+        """Return the bits that `batch` sequences of `tokens` tokens take in one layer, for K or for V alone."""
         fitted = self.for_head_dim(head_dim)
         kept = min(tokens, self.residual + self.sink)
         packed = tokens - kept
@@ -184,6 +190,7 @@ class KVFormat:
             group = self.values.block or 1
             kept, packed = kept + packed % group, packed - packed % group
         if packed == 0:
-            return 16 * kept * kv_heads * head_dim
+            return 16 * batch * kept * kv_heads * head_dim
         shape = (kv_heads, packed, head_dim) if self.axis == "token" else (kv_heads, head_dim, packed)
-        return 16 * kept * kv_heads * head_dim + fitted.values.storage_bits(shape)
+        means = kv_heads * head_dim if self.center else 0
+        return 16 * means + batch * (16 * kept * kv_heads * head_dim + fitted.values.storage_bits(shape))

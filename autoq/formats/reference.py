@@ -235,7 +235,10 @@ def _symmetric_scales(fmt: Format, blocks: torch.Tensor, dim: int, clip: float) 
         scale = blocks.gather(dim, at).squeeze(dim) / fmt.element.low
     else:
         steps = fmt.element.high + (0.5 if fmt.rule == "half_step" else 0.0)
-        scale = blocks.abs().amax(dim) / steps * clip
+        absmax = blocks.abs().amax(dim)
+        scale = absmax / steps * clip
+        if fmt.scale == "fp32":
+            return Scales(torch.where(absmax == 0, 1.0, scale))
     return Scales(_encode_fp16_scale(scale))
 
 

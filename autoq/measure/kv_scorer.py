@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from autoq.codec import static_absmax
+from autoq.formats.calibration import Calibration
 from autoq.formats.format import KVFormat
 from autoq.formats.reference import fit_blocks, rounding_error
+from autoq.formats.rotation import rotate
+from autoq.measure.cache_statistics import CacheStatistics
 from autoq.model.kv_visibility import attend_mixed, quantized_pairs
 
 AT_ONCE = 1 << 19  # values scored in one go: what stays in the processor's cache
@@ -30,22 +32,22 @@ def pattern(fmt: KVFormat) -> Pattern:
 
 
 class KVScorer:
-    """Scores the K (or V) cache of one layer; keeps the largest magnitude seen, which calibrates static scales.
+    """Scores the K (or V) cache of one layer; keeps statistics of the values, which calibrate static scales and means.
 
     Attributes:
-        absmax: largest magnitude over the batches scored so far.
+        statistics: of the batches scored so far.
         squared_error: float64 [formats]; squared_norm: sums over those batches.
     """
 
     def __init__(self, formats: Sequence[KVFormat], head_dim: int) -> None:
         self.formats = tuple(f.for_head_dim(head_dim) for f in formats)
-        self.absmax = 0.0
+        self.statistics = CacheStatistics()
         self.squared_error = torch.zeros(len(self.formats), dtype=torch.float64)
         self.squared_norm = 0.0
 
-    def resume(self, absmax: float, squared_norm: float, relative_error: Mapping[str, float]) -> None:
+    def resume(self, statistics: CacheStatistics, squared_norm: float, relative_error: Mapping[str, float]) -> None:
         """Go on from the sums of the batches scored before."""
-        self.absmax, self.squared_norm = absmax, squared_norm
+        self.statistics, self.squared_norm = statistics, squared_norm
         self.squared_error = torch.tensor(
             [relative_error.get(f.name, 0.0) * squared_norm for f in self.formats], dtype=torch.float64
         )
@@ -58,24 +60,31 @@ class KVScorer:
         `raw` holds, for each visibility pattern that is not causal, the part of the gradient over pairs read in 16 bit.
         """
         x = x.to(torch.float32)
-        self.absmax = max(self.absmax, float(x.abs().amax()))
+        self.statistics = self.statistics.with_values(x)
+        calibration = self.statistics.calibration()
         self.squared_norm += float(torch.dot(x.flatten(), x.flatten()))
         step = max(1, AT_ONCE // x[0].numel())
         parts = [slice(i, i + step) for i in range(0, len(x), step)]
-        return torch.cat([self._score(x[p], gradient[p], {key: r[p] for key, r in raw.items()}) for p in parts], dim=1)
+        return torch.cat([self._score(x[p], gradient[p], {key: r[p] for key, r in raw.items()}, calibration) for p in parts], dim=1)
 
-    def _score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
+    def _score(
+        self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor], calibration: Calibration
+    ) -> torch.Tensor:
         heads = x.shape[1]
-        layouts: dict[Pattern, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        layouts: dict[tuple[Pattern, bool, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         scores = []
         for i, fmt in enumerate(self.formats):
-            key = pattern(fmt)
+            visible = pattern(fmt)
+            key = (visible, fmt.center, fmt.rotate)
             if key not in layouts:
-                seen = gradient - raw[key] if key in raw else gradient
-                values = _lay_out(x, fmt)
-                layouts[key] = (values, -values, _lay_out(seen.to(torch.float32), fmt))
+                seen = (gradient - raw[visible] if visible in raw else gradient).to(torch.float32)
+                given = x - calibration.mean_like(x) if fmt.center else x
+                if fmt.rotate:  # inner products are the same between rotated tensors
+                    given, seen = rotate(given), rotate(seen)
+                values = _lay_out(given, fmt)
+                layouts[key] = (values, -values, _lay_out(seen, fmt))
             values, negated, g = layouts[key]
-            delta = kv_rounding_error(fmt, values, negated, self.absmax)
+            delta = kv_rounding_error(fmt, values, negated, calibration)
             self.squared_error[i] += float(torch.dot(delta.flatten(), delta.flatten()))
             products = delta * g
             by_token = products.sum(1) if fmt.axis == "token" else products.unflatten(2, (heads, -1)).sum(3).flatten(1)
@@ -83,15 +92,15 @@ class KVScorer:
         return torch.stack(scores) if scores else x.new_zeros(0, x.shape[0])
 
 
-def kv_rounding_error(fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor, absmax: float) -> torch.Tensor:
-    """Return Q(x) - x for values [batch, along the blocks, others], in the same layout."""
+def kv_rounding_error(fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor, calibration: Calibration) -> torch.Tensor:
+    """Return Q(x) - x for values [batch, along the blocks, others], in the same layout, centred or rotated already."""
     length, others = values.shape[1:]
     block = fmt.values.block or length
     padding = -length % block
     if padding:
         values, negated = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (values, negated))
     blocks, minus = (t.view(t.shape[0], -1, block, others) for t in (values, negated))
-    static = static_absmax(fmt, absmax, values)
+    static = calibration.static(fmt, values)
     scales = fit_blocks(fmt.values, blocks, 2, static)
     return rounding_error(fmt.values, blocks, minus, scales, 2).flatten(1, 2)[:, :length]
 

@@ -19,13 +19,16 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from autoq.errors import AutoqError, UserError
+from autoq.formats.calibration import Calibration
+from autoq.measure.cache_statistics import CacheStatistics
 from autoq.measure.damage import Candidates, DamageScorer
 from autoq.model.units import ModelUnits
 from autoq.run_folder import replacing, write_atomically
 
 FILE = "profile.safetensors"
 ADDITION = "profile-addition"  # formats that join a finished profile, until they are all scored
-VERSION = 2
+VERSION = 3
+STATISTICS = "statistics/"  # before a cache unit's name, in the file
 Progress = Callable[[int, int], None]
 
 
@@ -62,7 +65,7 @@ class Profile:
         samples: unit -> format -> float32 [sequences], u with damage = mean of u^2 / 2T (NaN where not scored yet): roots of
             sums of squared inner products.
         relative_error: unit -> format -> squared error over squared norm.
-        absmax: cache unit -> largest magnitude seen.
+        statistics: cache unit -> of its values, to calibrate static scales and means.
         squared_norm: cache unit -> sum of squares behind its relative errors.
         uniform_kl: "kind/format" -> what that uniform format measured on the profile's text.
         done: sequences scored.
@@ -71,10 +74,15 @@ class Profile:
     fingerprint: Fingerprint
     samples: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     relative_error: dict[str, dict[str, float]] = field(default_factory=dict)
-    absmax: dict[str, float] = field(default_factory=dict)
+    statistics: dict[str, CacheStatistics] = field(default_factory=dict)
     squared_norm: dict[str, float] = field(default_factory=dict)
     uniform_kl: dict[str, UniformKL] = field(default_factory=dict)
     done: int = 0
+
+    @property
+    def calibration(self) -> dict[str, Calibration]:
+        """Return cache unit -> what its static scales and means are made of."""
+        return {unit: found.calibration() for unit, found in self.statistics.items()}
 
     @property
     def complete(self) -> bool:
@@ -100,13 +108,16 @@ class Profile:
         for unit, by_format in self.samples.items():
             if by_format:
                 tensors[unit] = torch.stack(list(by_format.values())).contiguous()
+        for unit, found in self.statistics.items():
+            if found.by_channel is not None:
+                tensors[STATISTICS + unit] = found.by_channel.contiguous()
         meta = {
             "version": VERSION,
             "fingerprint": asdict(self.fingerprint),
             "done": self.done,
             "formats": {unit: list(by_format) for unit, by_format in self.samples.items()},
             "relative_error": self.relative_error,
-            "absmax": self.absmax,
+            "statistics": {u: {"tokens": s.tokens, "rotated": s.rotated} for u, s in self.statistics.items()},
             "squared_norm": self.squared_norm,
             "uniform_kl": self.uniform_kl,
         }
@@ -140,7 +151,10 @@ class Profile:
             fingerprint=Fingerprint(**{**made, "include": tuple(made["include"])}),
             samples={u: dict(zip(f, rows[u], strict=True)) if f else {} for u, f in meta["formats"].items()},
             relative_error={u: {f: float(e) for f, e in by.items()} for u, by in meta["relative_error"].items()},
-            absmax={u: float(v) for u, v in meta["absmax"].items()},
+            statistics={
+                u: CacheStatistics(rows[STATISTICS + u], int(s["tokens"]), float(s["rotated"]))
+                for u, s in meta["statistics"].items()
+            },
             squared_norm={u: float(v) for u, v in meta["squared_norm"].items()},
             uniform_kl={key: UniformKL(*found) for key, found in meta["uniform_kl"].items()},
             done=int(meta["done"]),
@@ -218,7 +232,11 @@ def _run(
     total = len(ids)
     start = profile.done
     for name, kv in scorer.caches.items():
-        kv.resume(profile.absmax.get(name, 0.0), profile.squared_norm.get(name, 0.0), profile.relative_error.get(name, {}))
+        kv.resume(
+            profile.statistics.get(name, CacheStatistics()),
+            profile.squared_norm.get(name, 0.0),
+            profile.relative_error.get(name, {}),
+        )
     if start == 0:
         for unit in units.units:
             names = [f.name for f in candidates.for_unit(unit)]
@@ -261,7 +279,7 @@ def _take_errors(profile: Profile, units: ModelUnits, candidates: Candidates, sc
         else:
             kv = scorer.caches[unit.name]
             error = kv.squared_error / max(kv.squared_norm, 1e-300)
-            profile.absmax[unit.name], profile.squared_norm[unit.name] = kv.absmax, kv.squared_norm
+            profile.statistics[unit.name], profile.squared_norm[unit.name] = kv.statistics, kv.squared_norm
         profile.relative_error[unit.name] = {f.name: float(e) for f, e in zip(formats, error, strict=True)}
 
 
@@ -303,8 +321,7 @@ def _merge(profile: Profile, addition: Profile) -> None:
     for unit, by_format in addition.samples.items():
         profile.samples.setdefault(unit, {}).update(by_format)
         profile.relative_error.setdefault(unit, {}).update(addition.relative_error.get(unit, {}))
-    for unit, absmax in addition.absmax.items():
-        profile.absmax[unit] = max(profile.absmax.get(unit, 0.0), absmax)
+    profile.statistics.update(addition.statistics)
     profile.squared_norm.update(addition.squared_norm)
 
 

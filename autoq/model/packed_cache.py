@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from autoq.errors import UserError
+from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, IntElement, KVFormat
 from autoq.model.packed_attention import Undecoded
 from autoq.model.packed_tokens import Backend, PackedTokens
@@ -147,13 +148,13 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     @classmethod
     def from_formats(
-        cls, key_value: dict[int, tuple[KVFormat, KVFormat]], absmax: dict[int, tuple[float, float]], config: PreTrainedConfig,
+        cls, key_value: dict[int, tuple[KVFormat, KVFormat]], calibration: dict[int, tuple[Calibration, Calibration]], config: PreTrainedConfig,
         backend: Backend | None = None, max_tokens: int = 0,
     ) -> QuantizedKVCache:  # fmt: skip
         """Return an empty cache for a model of this config.
 
         Args:
-            key_value: layer index -> formats of K and V; other layers stay in 16 bit. absmax: calibrated magnitudes of both.
+            key_value: layer index -> formats of K and V; other layers stay in 16 bit. calibration: of both.
             backend: what encodes and decodes; by default the kernels on a GPU, the reference elsewhere.
             max_tokens: length to take memory for at the first token; the cache still grows beyond it.
 
@@ -176,8 +177,8 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
                     raise UserError(f"{fmt.name}: a cache holds zero points of 2, 4 or 8 bits, not {element.bits}")
             sliding = isinstance(layer, DynamicSlidingWindowLayer)
             reserve = min(max_tokens, 2 * layer.sliding_window) if sliding else max_tokens
-            magnitudes = absmax.get(index, (0.0, 0.0))
-            key, value = (PackedTokens(f, a, backend, reserve) for f, a in zip(formats, magnitudes, strict=True))
+            known = calibration.get(index, (Calibration(), Calibration()))
+            key, value = (PackedTokens(f, a, backend, reserve) for f, a in zip(formats, known, strict=True))
             layers[index] = PackedSlidingLayer(key, value, layer.sliding_window) if sliding else PackedLayer(key, value)
         return cls(layers=layers)
 
@@ -186,14 +187,14 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         cls, recipe: Recipe, config: PreTrainedConfig, backend: Backend | None = None, max_tokens: int = 0
     ) -> QuantizedKVCache:
         """Return an empty cache with the recipe's formats for a model of this config; see `from_formats`."""
-        formats, absmax = recipe.cache_formats(), recipe.absmax()
+        formats, calibration = recipe.cache_formats(), recipe.calibration()
 
         def both(found: dict[str, Any], module: str) -> Any:
             return found[f"{module}.key"], found[f"{module}.value"]
 
         return cls.from_formats(
             {e.layer: both(formats, e.module) for e in recipe.kv},
-            {e.layer: both(absmax, e.module) for e in recipe.kv},
+            {e.layer: both(calibration, e.module) for e in recipe.kv},
             config,
             backend,
             max_tokens,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoq.codec import static_absmax
 from autoq.formats import reference
+from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, IntElement, KVFormat
 from autoq.formats.reference import Packed, Scales
+from autoq.formats.rotation import rotate
 from autoq.formats.rounding import pack_bits
 from autoq.model.growing import Growing, GrowingCodes
 
@@ -52,6 +53,8 @@ def kernels() -> Backend:
 class PackedTokens:
     """The K or the V cache of one layer: [batch, KV heads, tokens, head_dim], most of it packed.
 
+    A rotated format's tokens are rotated when they come in, those kept in 16 bit too, and rotated back when they are read.
+
     Attributes:
         codes: uint8 [batch, KV heads, units, rows of a unit, bytes]; a unit is a token (one row of head_dim values) or, for a
             channel format, a group of tokens (head_dim rows of group values).
@@ -60,13 +63,13 @@ class PackedTokens:
             where the format is the 16-bit original.
 
     Args:
-        absmax: calibrated largest magnitude, for static scales. reserve: tokens to take memory for at once.
+        calibration: for static scales and means. reserve: tokens to take memory for at once.
 
     Raises UserError at the first token for a head_dim that the format does not fit.
     """
 
-    def __init__(self, fmt: KVFormat, absmax: float, backend: Backend | None = None, reserve: int = 0) -> None:
-        self.fmt, self.absmax, self.backend, self.reserve = fmt, absmax, backend, reserve
+    def __init__(self, fmt: KVFormat, calibration: Calibration, backend: Backend | None = None, reserve: int = 0) -> None:
+        self.fmt, self.calibration, self.backend, self.reserve = fmt, calibration, backend, reserve
         self.clear()
 
     def clear(self) -> None:
@@ -79,6 +82,7 @@ class PackedTokens:
         self.recent = Growing(self.reserve if self.fmt.is_original else self.fmt.residual + 2 * self.unit)
         self.sink: torch.Tensor | None = None
         self._tensor_scale: torch.Tensor | None = None
+        self._mean: torch.Tensor | None = None  # float32 [KV heads, 1, head_dim]
         self._sunk = 0  # tokens that went into the sink; a window may have left them behind
 
     @property
@@ -121,14 +125,18 @@ class PackedTokens:
         if not self.codes.length:
             return total
         stored = [self.codes.used] + ([] if self.fmt.values.scale == "none" else [self.scales.used])
-        return total + sum(t.numel() * t.element_size() for t in stored) + (self.zeros.nbytes if self.zeros else 0)
+        means = 0 if self._mean is None else 2 * self._mean.numel()  # float16, once for all sequences
+        return total + means + sum(t.numel() * t.element_size() for t in stored) + (self.zeros.nbytes if self.zeros else 0)
 
     def append(self, x: torch.Tensor) -> None:
         """Add new tokens [batch, KV heads, tokens, head_dim], and pack what is no longer among the newest."""
         if self.recent.memory is None:
             self.fmt = self.fmt.for_head_dim(x.shape[-1])
             self.backend = self.backend or backend_for(x.device)
-            self._static = static_absmax(self.fmt, self.absmax, x)
+            self._static = self.calibration.static(self.fmt, x)
+            self._mean = self.calibration.mean_like(x) if self.fmt.center else None
+        if self.fmt.rotate:
+            x = rotate(x)
         if self.fmt.sink and not self.fmt.is_original:
             room = max(0, self.fmt.sink - self._sunk)
             first, x = x[:, :, :room], x[:, :, room:]
@@ -148,7 +156,8 @@ class PackedTokens:
         """Return all tokens as attention reads them, in the dtype they came in."""
         parts = [self.sink, self._decode() if self.codes.length else None, self.recent.used]
         found = [p for p in parts if p is not None and p.shape[2]]
-        return torch.cat(found, dim=2) if len(found) > 1 else (found or [self.recent.used])[0]
+        values = torch.cat(found, dim=2) if len(found) > 1 else (found or [self.recent.used])[0]
+        return rotate(values) if self.fmt.rotate else values
 
     def cached(self) -> CachedTokens:
         """Return what `autoq.kernels.attention` reads; nothing is copied."""
@@ -158,7 +167,7 @@ class PackedTokens:
             return CachedTokens(self.fmt, None, None, None, 0, None, self.sink, self.recent.used)
         zeros, first = (None, 0) if self.zeros is None else (self.zeros.memory, self.zeros.start * self.zeros.codes)
         return CachedTokens(
-            self.fmt, self.codes.used, self.scales.used, zeros, first, self._tensor_scale, self.sink, self.recent.used
+            self.fmt, self.codes.used, self.scales.used, zeros, first, self._tensor_scale, self.sink, self.recent.used, self._mean
         )  # fmt: skip
 
     def keep_last(self, tokens: int) -> None:
@@ -207,6 +216,8 @@ class PackedTokens:
         assert self.backend is not None
         batch, heads, tokens = x.shape[:3]
         units = tokens // self.unit
+        if self._mean is not None:
+            x = (x - self._mean).to(x.dtype)
         rows = x.unflatten(2, (units, self.unit))
         rows = rows.transpose(3, 4) if self.fmt.axis == "channel" else rows
         packed = self.backend.encode(self.fmt.values, rows.reshape(-1, rows.shape[-1]), self._static)
@@ -230,4 +241,5 @@ class PackedTokens:
         packed = Packed(self.fmt.values, (count, width), self.codes.used.reshape(count, -1), scales, stream)
         values = self.backend.decode(packed).view(batch, heads, units, rows, width)
         values = values.transpose(3, 4) if self.fmt.axis == "channel" else values
-        return values.reshape(batch, heads, units * self.unit, head_dim).to(self.recent.used.dtype)
+        values = values.reshape(batch, heads, units * self.unit, head_dim).to(self.recent.used.dtype)
+        return values if self._mean is None else (values + self._mean).to(values.dtype)

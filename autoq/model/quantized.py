@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from autoq import codec
+from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.model.attention import AttentionFunction, AttentionHandler, intercepted
 from autoq.model.kv_visibility import attend_mixed, quantized_pairs
@@ -22,13 +23,13 @@ class Assignment:
     """A format for every unit; a unit that is not named keeps 16 bit.
 
     Attributes:
-        weights, caches: by unit name. absmax: calibrated largest magnitude of a cache unit, for static scales.
+        weights, caches: by unit name. calibration: of a cache unit, for static scales and means.
         importance: by tensor name, [inputs] weights of the squared error for least-squares scales (see `input_importance`).
     """
 
     weights: Mapping[str, Format] = field(default_factory=dict)
     caches: Mapping[str, KVFormat] = field(default_factory=dict)
-    absmax: Mapping[str, float] = field(default_factory=dict)
+    calibration: Mapping[str, Calibration] = field(default_factory=dict)
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -75,9 +76,9 @@ def quantize_input(fmt: Format) -> Any:
 
 def _handler(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) -> AttentionHandler:
     original = KVFormat("bf16", Format("bf16", None))
-    by_module: dict[torch.nn.Module, dict[str, tuple[KVFormat, float]]] = {}
+    by_module: dict[torch.nn.Module, dict[str, tuple[KVFormat, Calibration]]] = {}
     for unit in units.caches:
-        chosen = (assignment.caches.get(unit.name, original), assignment.absmax.get(unit.name, 0.0))
+        chosen = (assignment.caches.get(unit.name, original), assignment.calibration.get(unit.name, Calibration()))
         by_module.setdefault(model.get_submodule(unit.module), {})[unit.kind] = chosen
 
     def handle(
@@ -91,9 +92,9 @@ def _handler(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) 
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if module not in by_module:
             return attend(module, query, key, value, mask, **options)
-        (key_format, key_absmax), (value_format, value_absmax) = by_module[module]["key"], by_module[module]["value"]
-        new_key = codec.fake_quantize_cache(key, key_format, key_absmax)
-        new_value = codec.fake_quantize_cache(value, value_format, value_absmax)
+        (key_format, of_keys), (value_format, of_values) = by_module[module]["key"], by_module[module]["value"]
+        new_key = codec.fake_quantize_cache(key, key_format, of_keys)
+        new_value = codec.fake_quantize_cache(value, value_format, of_values)
         if key_format.is_causal and value_format.is_causal:
             return attend(module, query, new_key, new_value, mask, **options)
         queries, tokens = query.shape[2], key.shape[2]

@@ -80,7 +80,15 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
     lines.add_row(
         "weights", f"{totals.bits:.4f} bits each ({totals.bits_whole_model:.4f} over the whole model, {size(totals.weight_bytes)})"
     )
-    lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value ({size(totals.kv_bytes)} at {recipe.budget.context:,} tokens)")
+    asked = recipe.budget
+    many = "" if asked.batch == 1 else f"{asked.batch} x "
+    lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value ({size(totals.kv_bytes)} at {many}{asked.context:,} tokens)")
+    if asked.memory is not None:
+        lines.add_row("together", f"{size(totals.weight_bytes + totals.kv_bytes)} of {asked.memory}; {_split(result)}")
+    if result.free_kl is not None:
+        lines.add_row(
+            "engine", f"{asked.engine}; {nats(predicted.kl)} nats predicted, {nats(result.free_kl)} with formats mixed freely"
+        )
     lines.add_row("predicted KL", f"{nats(predicted.kl)} ± {nats(predicted.stderr or 0.0)} nats per token")
     lines.add_row(
         "measured KL",
@@ -114,6 +122,15 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         parts.append(validation(result.validation))
     parts += [Text("written", style="bold"), files, _next_steps(result)]
     return Group(*(p for p in parts if p is not None))
+
+
+def _split(result: SearchResult) -> str:
+    """Say what more memory would buy on each side."""
+    parts = [
+        f"{size(e.more)} more for the {name} would save {nats(e.saved)} nats ({e.nats_per_gib:.3g} a GiB)"
+        for name, e in result.exchanges.items()
+    ]
+    return ", ".join(parts)
 
 
 def _next_steps(result: SearchResult) -> RenderableType:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoq.budget import BITS_TOLERANCE
+from autoq.budget import Budgets
 from autoq.cost.bits import weight_cost
+from autoq.cost.engines import Engine
 from autoq.cost.kv_memory import kv_cost
+from autoq.formats.calibration import Calibration
+from autoq.formats.format import Format, KVFormat
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable
 from autoq.model.quantized import Assignment
 from autoq.model.units import ModelUnits
 
+ORIGINAL = "bf16"
+
 
 @dataclass(frozen=True)
 class Uniform:
-    """A uniform recipe: names ("bf16" where that side has no budget), bits, and its predicted damage."""
+    """A uniform recipe: names ("bf16" where that side is not searched), bits, and its predicted damage.
+
+    Attributes:
+        bits, kv_bits: per searched weight and per cached value.
+    """
 
     weights: str
     kv: str
@@ -26,63 +36,47 @@ class Uniform:
 
     @property
     def name(self) -> str:
-        if self.kv == "bf16":
+        if self.kv == ORIGINAL:
             return self.weights
-        return f"kv {self.kv}" if self.weights == "bf16" else f"{self.weights} + kv {self.kv}"
-
-
-def uniform_weights(units: ModelUnits, candidates: Candidates, table: DamageTable, absmax: dict[str, float]) -> list[Uniform]:
-    """Return one uniform recipe per weight format; units that cannot take it keep 16 bit."""
-    found = []
-    for fmt in candidates.weights:
-        chosen = {u.name: fmt for u in units.weights if fmt in candidates.for_unit(u)}
-        damage = sum(table[u].get(fmt.name, 0.0) for u in chosen)
-        bits = weight_cost(units, chosen).effective
-        found.append(Uniform(fmt.name, "bf16", Assignment(chosen, {}, absmax), bits, 16.0, damage))
-    return found
-
-
-def uniform_caches(
-    units: ModelUnits, candidates: Candidates, table: DamageTable, absmax: dict[str, float], context: int
-) -> list[Uniform]:
-    """Return one uniform recipe per KV format that is a candidate for keys and for values."""
-    found = []
-    for fmt in candidates.keys:
-        if fmt.name not in {v.name for v in candidates.values}:
-            continue
-        chosen = {u.name: fmt for u in units.caches}
-        bits, values = kv_cost(units, chosen, context)
-        damage = sum(table[u][fmt.name] for u in chosen)
-        found.append(Uniform("bf16", fmt.name, Assignment({}, chosen, absmax), 16.0, bits / max(1, values), damage))
-    return found
+        return f"kv {self.kv}" if self.weights == ORIGINAL else f"{self.weights} + kv {self.kv}"
 
 
 def fair_uniforms(
-    weights: list[Uniform], caches: list[Uniform], bits: float | None, kv_bits: float | None, most: int
-) -> list[Uniform]:
-    """Return the `most` promising uniform recipes that store no more than the recipe does.
+    units: ModelUnits, candidates: Candidates, table: DamageTable, calibration: Mapping[str, Calibration], budgets: Budgets,
+    engine: Engine, most: int,
+) -> list[Uniform]:  # fmt: skip
+    """Return the `most` promising uniform recipes that meet the budgets, by predicted damage; cache formats are the engine's."""
+    weights = _weight_formats(units, candidates) if budgets.search_weights else {ORIGINAL: {}}
+    caches = _cache_formats(units, candidates, engine) if budgets.search_caches else {ORIGINAL: {}}
+    if budgets.memory is not None:
+        weights, caches = {ORIGINAL: {}, **weights}, {ORIGINAL: {}, **caches}
+    other = 16 * (units.parameters - units.searched)
+    found = []
+    for weight_name, of_weights in weights.items():
+        cost = weight_cost(units, of_weights)
+        damage = sum(table[u].get(weight_name, 0.0) for u in of_weights)
+        for cache_name, of_caches in caches.items():
+            kv_bits, values = kv_cost(units, of_caches, budgets.context, budgets.batch)
+            fits = (
+                budgets.weights is None or cost.searched_bits <= budgets.weights.limit_bits(units.searched, other, 16 * units.parameters),
+                budgets.kv is None or kv_bits <= budgets.kv.limit_bits(values),
+                budgets.memory is None or cost.whole_bits + kv_bits <= 8 * budgets.memory.value,
+            )  # fmt: skip
+            if all(fits) and (weight_name, cache_name) != (ORIGINAL, ORIGINAL):
+                kv_damage = sum(table[u][cache_name] for u in of_caches)
+                assignment = Assignment(of_weights, of_caches, calibration)
+                found.append(
+                    Uniform(weight_name, cache_name, assignment, cost.effective, kv_bits / max(1, values), damage + kv_damage)
+                )
+    return sorted(found, key=lambda u: (u.predicted_kl, u.name))[:most]
 
-    With both budgets these are pairs. A uniform format that takes no more bits than asked counts as no more.
-    """
 
-    def best(found: list[Uniform], limit: float, attribute: str, count: int) -> list[Uniform]:
-        allowed = [u for u in found if getattr(u, attribute) <= limit + BITS_TOLERANCE]
-        return sorted(allowed, key=lambda u: (u.predicted_kl, u.name))[:count]
+def _weight_formats(units: ModelUnits, candidates: Candidates) -> dict[str, dict[str, Format]]:
+    """One format for all weights; units that cannot take it keep 16 bit."""
+    return {f.name: {u.name: f for u in units.weights if f in candidates.for_unit(u)} for f in candidates.weights}
 
-    if bits is not None and kv_bits is not None:
-        pairs = [
-            Uniform(
-                w.weights,
-                c.kv,
-                Assignment(w.assignment.weights, c.assignment.caches, c.assignment.absmax),
-                w.bits,
-                c.kv_bits,
-                w.predicted_kl + c.predicted_kl,
-            )
-            for w in best(weights, bits, "bits", most)
-            for c in best(caches, kv_bits, "kv_bits", most)
-        ]
-        return sorted(pairs, key=lambda u: (u.predicted_kl, u.name))[:most]
-    if bits is not None:
-        return best(weights, bits, "bits", most)
-    return best(caches, kv_bits, "kv_bits", most) if kv_bits is not None else []
+
+def _cache_formats(units: ModelUnits, candidates: Candidates, engine: Engine) -> dict[str, dict[str, KVFormat]]:
+    """One format for K and V of all layers, of those that are candidates for both."""
+    both = [f for f in candidates.keys if f in candidates.values and (engine.kv_formats is None or f.name in engine.kv_formats)]
+    return {f.name: {u.name: f for u in units.caches} for f in both}

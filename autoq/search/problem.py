@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoq.budget import Budget
+from autoq.budget import Budget, Budgets
 from autoq.cost.bits import unit_bits
 from autoq.cost.kv_memory import cache_bits, cache_values
 from autoq.errors import UserError
@@ -40,46 +40,44 @@ class Problem:
     limits: tuple[Limit, ...]
 
 
-def unit_options(unit: Unit, candidates: Candidates, context: int, damage: dict[str, float] | None = None) -> tuple[Option, ...]:
+def unit_options(
+    unit: Unit, candidates: Candidates, budgets: Budgets, damage: dict[str, float] | None = None
+) -> tuple[Option, ...]:
     """Return the options of a unit, the 16-bit original first; without damage (None) every option costs 0 nats."""
-    found = [Option("bf16", _bits(unit, "bf16", context), 0.0)]
+    found = [Option("bf16", _bits(unit, "bf16", budgets), 0.0)]
     for fmt in candidates.for_unit(unit):
         if not fmt.is_original and (damage is None or fmt.name in damage):
-            found.append(Option(fmt.name, _bits(unit, fmt.name, context), damage[fmt.name] if damage else 0.0))
+            found.append(Option(fmt.name, _bits(unit, fmt.name, budgets), damage[fmt.name] if damage else 0.0))
     return tuple(found)
 
 
-def _bits(unit: Unit, name: str, context: int) -> int:
+def _bits(unit: Unit, name: str, budgets: Budgets) -> int:
     if unit.kind == "weight":
         return unit_bits(unit, weight_format(name))
-    return cache_bits(unit, kv_format(name), context)
+    return cache_bits(unit, kv_format(name), budgets.context, budgets.batch)
 
 
-def make_problem(
-    units: ModelUnits,
-    candidates: Candidates,
-    budget: Budget | None,
-    kv_budget: Budget | None,
-    context: int,
-    damage: DamageTable | None = None,
-) -> Problem:
+def make_problem(units: ModelUnits, candidates: Candidates, budgets: Budgets, damage: DamageTable | None = None) -> Problem:
     """Return the problem; raises UserError when a budget cannot be met, naming the reachable range.
 
     A kind without a budget keeps 16 bit, so that the damage is that of what was asked for.
     """
     options: dict[str, tuple[Option, ...]] = {}
     for unit in units.units:
-        asked = budget if unit.kind == "weight" else kv_budget
-        every = unit_options(unit, candidates, context, None if damage is None else damage.get(unit.name, {}))
-        options[unit.name] = every if asked is not None else every[:1]
+        searched = budgets.search_weights if unit.kind == "weight" else budgets.search_caches
+        every = unit_options(unit, candidates, budgets, None if damage is None else damage.get(unit.name, {}))
+        options[unit.name] = every if searched else every[:1]
     limits = []
-    if budget is not None:
-        other = 16 * (units.parameters - units.searched)
-        bits = budget.limit_bits(units.searched, other, 16 * units.parameters)
-        limits.append(_limit("--budget", budget, units.weights, options, bits, other))
-    if kv_budget is not None:
-        values = sum(cache_values(u, context) for u in units.caches)
-        limits.append(_limit("--kv-budget", kv_budget, units.caches, options, kv_budget.limit_bits(values), 0))
+    other = 16 * (units.parameters - units.searched)
+    values = sum(cache_values(u, budgets.context, budgets.batch) for u in units.caches)
+    if (asked := budgets.weights) is not None:
+        bits = asked.limit_bits(units.searched, other, 16 * units.parameters)
+        limits.append(_limit("--budget", asked, units.weights, options, bits, other))
+    if (asked := budgets.kv) is not None:
+        limits.append(_limit("--kv-budget", asked, units.caches, options, asked.limit_bits(values), 0))
+    if (asked := budgets.memory) is not None:
+        bits = asked.limit_bits(units.searched + values, other)
+        limits.append(_limit("--memory", asked, units.units, options, bits, other))
     return Problem(options, tuple(limits))
 
 

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from autoq.formats import reference
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS
 from autoq.formats.format import KVFormat
 from autoq.kernels import attention, decode, encode, kl, launch, pack, product, score
@@ -121,7 +122,7 @@ def launches() -> list[Launch]:
 
 
 def cached(fmt: KVFormat, head_dim: int, dtype: torch.dtype) -> attention.CachedTokens:
-    held = PackedTokens(fmt, 4.0, Backend())
+    held = PackedTokens(fmt, Calibration(4.0, 4.0, 4.0, torch.zeros(2, head_dim)), Backend())
     held.append(torch.ones(1, 2, 256, head_dim, dtype=dtype))
     return held.cached()
 

@@ -13,6 +13,7 @@ from autoq.formats.format import Format, KVFormat
 from autoq.kernels.attention import attention
 from autoq.kernels.launch import interpreted
 from autoq.model.packed_tokens import PackedTokens, kernels
+from tests.conftest import calibrated
 
 DEVICE = torch.device("cpu" if interpreted() else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest output
@@ -24,7 +25,7 @@ def side(
 ) -> PackedTokens:
     """Return a cache filled in two steps."""
     x = torch.randn(batch, heads, tokens, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-    held = PackedTokens(fmt, 4.5, kernels())
+    held = PackedTokens(fmt, calibrated(4.5, heads, head_dim), kernels())
     held.append(x[:, :, : tokens // 3])
     held.append(x[:, :, tokens // 3 :])
     return held

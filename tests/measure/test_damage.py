@@ -12,9 +12,11 @@ from transformers import GPT2Config, GptOssConfig, MixtralConfig, Phi3Config, Pr
 
 from autoq import codec
 from autoq.errors import AutoqError, UserError
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
 from autoq.formats.format import KVFormat
 from autoq.measure import damage, weight_scorer
+from autoq.measure.cache_statistics import CacheStatistics
 from autoq.measure.damage import Candidates, DamageScorer
 from autoq.measure.kv_scorer import raw_pair_gradients
 from autoq.measure.labels import label_gradient
@@ -28,7 +30,18 @@ from tests.conftest import SMALL, build, llama_config
 WEIGHTS = tuple(weight_format(n) for n in ("fp8", "nvfp4", "mxfp4", "int4_g32_asym", "int4_g64_full", "int3_g64_asym", "nvfp4_lsq"))
 CACHES = tuple(
     kv_format(n)
-    for n in ("fp8_cast", "nvfp4_cast", "mxfp4", "int4_token", "int4_channel", "int2_token+residual8", "int4_channel+sink2")
+    for n in (
+        "fp8_cast",
+        "nvfp4_cast",
+        "mxfp4",
+        "int4_token",
+        "int4_channel",
+        "int2_token+residual8",
+        "int4_channel+sink2",
+        "nvfp4_rotate",
+        "nvfp4_affine",
+        "fp8_affine+residual8",
+    )
 )
 
 MODELS: dict[str, Any] = {
@@ -157,7 +170,7 @@ def live_attention(model: PreTrainedModel, ids: torch.Tensor, seed: int, unit_mo
     labels = labels_by_quantile(model, ids, seed)
     with intercepted(model, handle):
         torch.nn.functional.cross_entropy(model(ids).logits[0], labels, reduction="sum").backward()
-    delta = codec.fake_quantize_cache(found["x"], fmt, float(found["x"].abs().amax())) - found["x"]
+    delta = codec.fake_quantize_cache(found["x"], fmt, CacheStatistics().with_values(found["x"]).calibration()) - found["x"]
     assert found["live"].grad is not None
     return float((found["live"].grad * delta).sum(-1).square().sum().sqrt())
 
@@ -283,10 +296,14 @@ def test_case_11_kv_groups_are_the_largest_divisor(head_dim: int, fits: int) -> 
     assert fmt.values.block == fits
     assert fmt.storage_bits(10, 2, head_dim) == 10 * 2 * (4 * head_dim + head_dim // fits * 20)
     x = torch.randn(1, 2, 5, head_dim)
-    assert torch.isfinite(codec.fake_quantize_cache(x, kv_format("int4_token"), 3.0)).all()
+    assert torch.isfinite(codec.fake_quantize_cache(x, kv_format("int4_token"), Calibration(3.0))).all()
 
 
 def test_case_11_a_prime_head_dim_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match="head_dim of 71"):
         kv_format("int4_token").for_head_dim(71)
-    assert all(f.for_head_dim(71) for f in KV_FORMATS.values() if "token" not in f.name)
+    grouped = {n for n, f in KV_FORMATS.items() if f.axis == "token" and f.values.block and f.values.scale == "fp16"}
+    assert {"int4_token", "q8_0"} < grouped
+    assert all(f.for_head_dim(71) for n, f in KV_FORMATS.items() if n not in grouped and not f.rotate)
+    with pytest.raises(UserError, match="head_dim of 71 is odd"):
+        kv_format("nvfp4_rotate").for_head_dim(71)

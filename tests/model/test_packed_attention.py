@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma3TextConfig, MistralConfig, PreTrainedModel, Qwen2Config
 
 from autoq.errors import AutoqError
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import kv_format
 from autoq.kernels import attention as kernel
 from autoq.model.packed_attention import Undecoded, packed_attention
@@ -29,7 +30,12 @@ MODELS: dict[str, Any] = {
 def cache_for(model: PreTrainedModel, key: str, value: str, backend: Backend) -> QuantizedKVCache:
     layers = range(model.config.num_hidden_layers)
     formats = kv_format(key), kv_format(value)
-    return QuantizedKVCache.from_formats(dict.fromkeys(layers, formats), dict.fromkeys(layers, (9.0, 7.0)), model.config, backend)
+    return QuantizedKVCache.from_formats(
+        dict.fromkeys(layers, formats),
+        dict.fromkeys(layers, (Calibration(9.0, 9.0, 9.0), Calibration(7.0, 7.0, 7.0))),
+        model.config,
+        backend,
+    )
 
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -46,7 +52,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("key", "value"), [("nvfp4", "int4_token"), ("int8_channel+residual8", "fp8_cast+sink3")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("nvfp4", "int4_token"), ("int8_channel+residual8", "fp8_cast+sink3"), ("nvfp4_rotate+residual3", "nvfp4_affine")],
+)
 def test_generation_from_bytes_equals_generation_from_decoded_tokens(
     name: str, key: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,13 +9,14 @@ import torch
 from transformers import DynamicCache, Gemma3TextConfig, MistralConfig, PreTrainedModel
 
 from autoq.errors import UserError
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import KV_FORMATS, kv_format
 from autoq.formats.format import KVFormat
 from autoq.model.packed_cache import ORIGINAL, QuantizedKVCache
 from autoq.model.packed_tokens import Backend, PackedTokens, kernels
 from autoq.model.quantized import Assignment, quantized
 from autoq.model.units import find_units
-from tests.conftest import SMALL, build, llama_config
+from tests.conftest import SMALL, build, calibrated, llama_config
 
 FORMATS = [*KV_FORMATS, "int4_channel+residual8", "nvfp4+sink4+residual6", "int2_token+residual128", "int4_token+sink3"]
 MODELS: dict[str, Any] = {
@@ -29,8 +30,14 @@ MODELS: dict[str, Any] = {
 def packed(model: PreTrainedModel, key: KVFormat, value: KVFormat, backend: Backend | None = None) -> QuantizedKVCache:
     layers = range(model.config.num_hidden_layers)
     return QuantizedKVCache.from_formats(
-        dict.fromkeys(layers, (key, value)), dict.fromkeys(layers, (9.0, 7.0)), model.config, backend
+        dict.fromkeys(layers, (key, value)), dict.fromkeys(layers, known(model)), model.config, backend
     )
+
+
+def known(model: PreTrainedModel) -> tuple[Calibration, Calibration]:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return calibrated(9.0, config.num_key_value_heads, head_dim), calibrated(7.0, config.num_key_value_heads, head_dim)
 
 
 def prompt(batch: int, tokens: int = 30) -> torch.Tensor:
@@ -90,10 +97,10 @@ def test_decoding_token_by_token_equals_one_pass(fmt: str, name: str) -> None:
     ids = prompt(2, 70)
     key, value = kv_format(fmt), kv_format("int4_token" if "channel" in fmt else fmt)
     chosen = {u.name: key if u.kind == "key" else value for u in units.caches}
-    absmax = {u.name: 9.0 if u.kind == "key" else 7.0 for u in units.caches}
+    of = {u.name: known(model)[u.kind == "value"] for u in units.caches}
     cache = packed(model, key, value)
     with torch.no_grad():
-        with quantized(model, units, Assignment({}, chosen, absmax)):
+        with quantized(model, units, Assignment({}, chosen, of)):
             expected = model(ids).logits
         steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])]
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
@@ -103,7 +110,7 @@ def test_decoding_token_by_token_equals_one_pass(fmt: str, name: str) -> None:
 @pytest.mark.parametrize(("heads", "dim", "tokens"), [(2, 16, 70), (3, 64, 129), (1, 80, 64), (2, 100, 33), (1, 256, 5)])
 def test_it_holds_the_bytes_that_the_cost_model_counts(fmt: str, heads: int, dim: int, tokens: int) -> None:
     found = kv_format(fmt)
-    side = PackedTokens(found, 5.0, Backend())
+    side = PackedTokens(found, calibrated(5.0, heads, dim), Backend())
     x = torch.randn(1, heads, tokens, dim, generator=torch.Generator().manual_seed(0))
     for part in x.split(7, dim=2):
         side.append(part)
@@ -112,11 +119,25 @@ def test_it_holds_the_bytes_that_the_cost_model_counts(fmt: str, heads: int, dim
     assert side.read().shape == x.shape
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8", "mxfp4", "int4_token", "int2_token", "int8_token", "int4_channel", "int2_channel"])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        "nvfp4",
+        "nvfp4_rotate",
+        "nvfp4_affine",
+        "fp8",
+        "mxfp4",
+        "int4_token",
+        "int2_token",
+        "int8_token",
+        "int4_channel",
+        "int2_channel",
+    ],
+)
 @pytest.mark.parametrize("dim", [16, 80, 100])
 def test_the_kernels_hold_the_same_bytes_as_the_reference(fmt: str, dim: int) -> None:
     x = torch.randn(2, 3, 41, dim, generator=torch.Generator().manual_seed(1))
-    ours, theirs = (PackedTokens(kv_format(fmt), 3.0, backend) for backend in (kernels(), Backend()))
+    ours, theirs = (PackedTokens(kv_format(fmt), calibrated(3.0, 3, dim), backend) for backend in (kernels(), Backend()))
     for part in x.split([33, 1, 7], dim=2):
         ours.append(part)
         theirs.append(part)
@@ -127,9 +148,11 @@ def test_the_kernels_hold_the_same_bytes_as_the_reference(fmt: str, dim: int) ->
     assert torch.equal(ours.read(), theirs.read())
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "int4_token", "int4_channel+residual3", "int2_token+sink4+residual5"])
+@pytest.mark.parametrize(
+    "fmt", ["bf16", "nvfp4", "nvfp4_affine", "int4_token", "int4_channel+residual3", "int2_token+sink4+residual5"]
+)
 def test_cropping_and_reordering_keep_what_was_read(fmt: str) -> None:
-    side = PackedTokens(kv_format(fmt), 3.0, Backend())
+    side = PackedTokens(kv_format(fmt), calibrated(3.0, 2, 16), Backend())
     side.append(torch.randn(3, 2, 75, 16, generator=torch.Generator().manual_seed(2)))
     before = side.read()
     side.select(torch.tensor([2, 0, 0]))
@@ -167,7 +190,7 @@ def test_prefill_in_steps_equals_one_pass(fmt: str) -> None:
     assert sum(sizes) == 120
     assert len(sizes) < 12
     with torch.no_grad():
-        with quantized(model, units, Assignment({}, chosen, {u.name: 9.0 if u.kind == "key" else 7.0 for u in units.caches})):
+        with quantized(model, units, Assignment({}, chosen, {u.name: known(model)[u.kind == "value"] for u in units.caches})):
             expected = model(ids).logits
         parts = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)

@@ -20,12 +20,13 @@ from transformers import (
 
 from autoq import codec
 from autoq.formats import reference
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
 from autoq.formats.format import KVFormat
 from autoq.model.attention import intercepted
 from autoq.model.quantized import Assignment, quantized
 from autoq.model.units import find_units
-from tests.conftest import SMALL, build, llama_config
+from tests.conftest import SMALL, build, calibrated, llama_config
 
 CONFIGS: dict[str, Any] = {
     "llama": llama_config(),
@@ -115,16 +116,16 @@ def test_one_teacher_forced_pass_equals_decoding_token_by_token(name: str, ids: 
     model = build(llama_config()).double()
     units = find_units(model)
     fmt = kv_format(name)
-    absmax = {u.name: 3.0 for u in units.caches}
-    assignment = Assignment({}, dict.fromkeys([u.name for u in units.caches], fmt), absmax)
+    known = calibrated(3.0, 2, 16)
+    assignment = Assignment({}, dict.fromkeys([u.name for u in units.caches], fmt), {u.name: known for u in units.caches})
     with torch.no_grad():
         with quantized(model, units, assignment):
             at_once = model(ids, use_cache=False).logits
-        stepwise = _decode_stepwise(model, ids, fmt, absmax)
+        stepwise = _decode_stepwise(model, ids, fmt, known)
     torch.testing.assert_close(at_once, stepwise, rtol=1e-5, atol=1e-5)
 
 
-def _decode_stepwise(model: PreTrainedModel, ids: torch.Tensor, fmt: KVFormat, absmax: dict[str, float]) -> torch.Tensor:
+def _decode_stepwise(model: PreTrainedModel, ids: torch.Tensor, fmt: KVFormat, known: Calibration) -> torch.Tensor:
     """Feed one token at a time; each step reads a cache whose aged tokens were rounded when they aged, once."""
     stores: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -139,7 +140,7 @@ def _decode_stepwise(model: PreTrainedModel, ids: torch.Tensor, fmt: KVFormat, a
             store = stores.setdefault((module.layer_idx, kind), x[:, :, :0].clone())
             done, upto = store.shape[2], max(0, aged(step))
             if not fmt.is_original and upto > done:
-                rounded = codec.fake_quantize_cache(x[:, :, done:upto], fmt, 3.0)
+                rounded = codec.fake_quantize_cache(x[:, :, done:upto], fmt, known)
                 rounded = torch.where(torch.arange(done, upto).view(1, 1, -1, 1) < fmt.sink, x[:, :, done:upto], rounded)
                 store = stores[module.layer_idx, kind] = torch.cat([store, rounded], dim=2)
             new.append(torch.cat([store, x[:, :, store.shape[2] :]], dim=2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from autoq.budget import parse_budget, parse_size
+from autoq.budget import Budgets, parse_budget, parse_size
 from autoq.errors import UserError
 from autoq.model.units import ModelUnits, find_units
 from autoq.search.front import sweep
@@ -94,14 +94,14 @@ def units() -> ModelUnits:
 @pytest.mark.parametrize("budget", ["1bits", "1", "30KiB", "5%"])
 def test_case_16_a_budget_below_the_floor_names_the_reachable_range(units: ModelUnits, budget: str) -> None:
     with pytest.raises(UserError, match=r"least .* reaches is .* with int2_g32_asym_lsq.* most .*bf16"):
-        make_problem(units, load_space("default"), parse_budget(budget), None, 1024)
+        make_problem(units, load_space("default"), Budgets(parse_budget(budget)))
 
 
 @pytest.mark.parametrize("budget", ["16bits", "99", "100%", "1GiB"])
 def test_case_16_at_the_ceiling_everything_stays_in_16_bit(units: ModelUnits, budget: str) -> None:
     candidates = load_space("default")
     damage = {u.name: {f.name: 1.0 for f in candidates.for_unit(u)} for u in units.units}
-    choice = solve(make_problem(units, candidates, parse_budget(budget), None, 1024, damage))
+    choice = solve(make_problem(units, candidates, Budgets(parse_budget(budget)), damage))
     assert {o.format for o in choice.values()} == {"bf16"}
 
 
@@ -115,7 +115,7 @@ def test_a_budget_of_4_5_bits_admits_uniform_nvfp4(units: ModelUnits) -> None:
 
 
 def test_a_side_without_a_budget_keeps_16_bit(units: ModelUnits) -> None:
-    problem = make_problem(units, load_space("default"), None, parse_budget("6bits"), 1024)
+    problem = make_problem(units, load_space("default"), Budgets(kv=parse_budget("6bits"), context=1024))
     assert all(len(problem.options[u.name]) == 1 for u in units.weights)
     assert all(len(problem.options[u.name]) > 5 for u in units.caches)
 

@@ -44,6 +44,6 @@ Include = Annotated[list[str] | None, typer.Option(help="Search this too: lm_hea
 Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Batch = Annotated[int, typer.Option(help="Sequences scored together.")]
+ProfileBatch = Annotated[int, typer.Option(help="Sequences scored together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -1,0 +1,206 @@
+"""Commands that make a recipe: search, profile, front."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoq.cli.app import app
+from autoq.cli.options import (
+    Calib,
+    Debug,
+    Device,
+    Dtype,
+    Eval,
+    Include,
+    Json,
+    Model,
+    ProfileBatch,
+    Resume,
+    Run,
+    Samples,
+    Seed,
+    SeqLen,
+    Space,
+)
+from autoq.cli.output import fail, print_json, reporter, stdout
+from autoq.config import SearchConfig
+from autoq.errors import UserError
+
+D = SearchConfig()
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "autoq search --budget 4.5bits\n\n"
+    "autoq search --model HuggingFaceTB/SmolLM2-135M --budget 60MiB --calib my.txt\n\n"
+    "autoq search --model model.gguf --budget 5bits --kv-budget 6bits\n\n"
+    "autoq search --model my-folder --memory 24GiB --context 32k --batch 4 --engine vllm\n\n"
+    "autoq search --run runs/demo --budget 5bits --json   (the same profile, another budget)"
+)
+def search(
+    model: Model = D.model,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="For the weights: 4.5bits (or 4.5) per searched weight, 60MiB or 35% for all weights.", show_default=False
+        ),
+    ] = None,
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="For the KV cache: 6bits per cached value, or 2GiB for --batch sequences of --context.", show_default=False
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="For all weights and the cache together: 24GiB. Finds the split that costs least.", show_default=False),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences for which the cache is priced.")] = D.batch,
+    target: Annotated[
+        str,
+        typer.Option(help="Leave out formats this device cannot run: any, cpu, a100, l40s, h100, h200, b200, rtx4090, rtx5090."),
+    ] = D.target,
+    engine: Annotated[
+        str, typer.Option(help="Mix cache formats as this engine can: none, transformers, vllm, sglang, tensorrt-llm, llama.cpp.")
+    ] = D.engine,
+    space: Space = D.space,
+    calib: Calib = None,
+    eval_: Eval = None,
+    samples: Samples = D.samples,
+    seq_len: SeqLen = D.seq_len,
+    eval_samples: Annotated[int, typer.Option(help="Windows to measure on.")] = D.eval_samples,
+    eval_len: Annotated[int, typer.Option(help="Tokens of a window (capped by the model's maximum).")] = D.eval_len,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens at which the cache is priced: 8192, 32k. Default: 8k or the model's maximum.", show_default=False
+        ),
+    ] = None,
+    correct: Annotated[
+        int, typer.Option(help="Profiled sequences on which uniform formats are measured to correct the prediction; 0: leave out.")
+    ] = D.correct,
+    validate: Annotated[
+        int,
+        typer.Option(
+            help="Then pack so many units with the kernels and measure on packed bytes, as `autoq validate` does; 0: leave out."
+        ),
+    ] = D.validate,
+    run: Run = None,
+    resume: Resume = False,
+    include: Include = None,
+    seed: Seed = D.seed,
+    device: Device = D.device,
+    dtype: Dtype = D.dtype,
+    profile_batch: ProfileBatch = D.profile_batch,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find the recipe that costs the least quality within a budget, and measure it."""
+    from autoq.budget import parse_size
+
+    config = SearchConfig(
+        model=model, budget=budget, kv_budget=kv_budget, memory=memory, batch=batch, target=target, engine=engine, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
+        eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, validate=validate, run=run,
+        resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, profile_batch=profile_batch,
+    )  # fmt: skip
+    progress = reporter()
+    if config.validate:
+        import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
+    from autoq import api
+    from autoq.run_folder import RESULT, write_atomically
+
+    result = api.search(config, progress)
+    data = result.to_json()
+    write_atomically(result.run / RESULT, json.dumps(data, indent=1) + "\n")
+    if as_json:
+        print_json(data)
+    else:
+        from autoq.report.terminal import search_result
+
+        stdout().print(search_result(result, api.show(result.recipe)["units"]))
+    fail(result.validation.problems if result.validation else ())
+
+
+@app.command(
+    epilog="Examples:\n\nautoq profile --run runs/mine\n\nautoq profile --model my-folder --samples 64 --calib my.txt --run runs/mine\n\n"
+    "autoq profile --run runs/mine --resume   (after a kill)"
+)
+def profile(
+    model: Model = D.model,
+    space: Space = D.space,
+    calib: Calib = None,
+    eval_: Eval = None,
+    samples: Samples = D.samples,
+    seq_len: SeqLen = D.seq_len,
+    run: Run = None,
+    resume: Resume = False,
+    include: Include = None,
+    seed: Seed = D.seed,
+    device: Device = D.device,
+    dtype: Dtype = D.dtype,
+    profile_batch: ProfileBatch = D.profile_batch,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Score what every format would cost every unit; any budget can be searched from the result."""
+    config = SearchConfig(
+        model=model, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len, run=run, resume=resume,
+        include=tuple(include or ()), seed=seed, device=device, dtype=dtype, profile_batch=profile_batch,
+    )  # fmt: skip
+    progress = reporter()
+    from autoq import api
+
+    done = api.profile(config, progress)
+    facts: dict[str, Any] = {
+        "run": str(done.run.path),
+        "model": model,
+        "sequences": done.profile.done,
+        "tokens": done.profile.fingerprint.tokens,
+        "units": len(done.plan.units.units),
+        "formats": sorted({f for by_format in done.profile.samples.values() for f in by_format}),
+        "coverage": done.plan.units.coverage(),
+        "heavy_sequences": done.profile.heavy_sequences(),
+        "seconds": done.clock.seconds,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    out = stdout()
+    out.print(
+        f"{facts['units']} units x {len(facts['formats'])} formats on {facts['sequences']} sequences of {facts['tokens']} tokens, in {facts['run']}"
+    )
+    budget = "--budget 4.5bits" if done.plan.candidates.weights else "--kv-budget 6bits"
+    out.print(" ".join(f"next: autoq search {config.options()} --run {facts['run']} {budget}".split()), soft_wrap=True)
+
+
+@app.command(epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json")
+def front(
+    run: Annotated[Path, typer.Argument(help="A run folder with a finished profile.")],
+    budgets: Annotated[
+        str | None, typer.Option(help="Bits to solve at, separated by commas. Default: 2 to 9 in quarters.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print the least predicted damage at every budget, from a finished profile."""
+    asked = None
+    if budgets is not None:
+        from autoq.budget import parse_budget
+
+        parsed = [parse_budget(b, "--budgets") for b in budgets.split(",")]
+        if wrong := next((b for b in parsed if b.unit != "bits"), None):
+            raise UserError(f"--budgets {wrong.text!r}: the front is drawn over bits, such as 3,3.5,4")
+        asked = [b.value for b in parsed]
+    from autoq import api
+
+    result = api.front(run, asked)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        from autoq.report.terminal import fronts
+
+        stdout().print(fronts(result))

@@ -1,0 +1,122 @@
+"""Commands that look at a recipe or price a model: show, validate, formats, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoq.cli.app import app
+from autoq.cli.options import Debug, Json
+from autoq.cli.output import fail, print_json, reporter, stdout
+from autoq.config import SearchConfig
+
+D = SearchConfig()
+
+
+@app.command(epilog="Examples:\n\nautoq show\n\nautoq show runs/mine\n\nautoq show recipe.yaml --json")
+def show(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print a recipe as a table."""
+    from autoq import api
+    from autoq.recipe import read_recipe
+
+    view = api.show(read_recipe(api.find_recipe(recipe)))
+    if as_json:
+        print_json(view)
+    else:
+        from autoq.report.terminal import recipe_view
+
+        stdout().print(recipe_view(view))
+
+
+@app.command(
+    epilog="Examples:\n\nautoq validate\n\nautoq validate runs/mine --sample 5\n\nautoq validate recipe.yaml --model ./my-model --json"
+)
+def validate(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(help="Pack only so many units with the kernels, drawn at random. Default: all.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = D.seed,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Pack a recipe with the real kernels, check every byte, and measure the model that runs on them."""
+    import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
+    from autoq import api
+
+    result = api.validate(api.find_recipe(recipe), model, sample, seed, reporter())
+    if as_json:
+        print_json(result.to_json())
+    else:
+        from autoq.report.terminal import validation
+
+        stdout().print(validation(result))
+    fail(result.problems)
+
+
+@app.command(epilog="Examples:\n\nautoq formats")
+def formats(as_json: Json = False, debug: Debug = False) -> None:
+    """List every number format with its element, block, scale and bits."""
+    from autoq.report.formats import format_rows, format_table
+
+    if as_json:
+        print_json({"formats": format_rows()})
+    else:
+        stdout().print(format_table())
+
+
+@app.command(
+    epilog="Examples:\n\nautoq memory --model my-folder --context 32k,128k --batch 1,8\n\nautoq memory --recipe runs/mine/recipe.yaml --context 1k"
+)
+def memory(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="demo, a Hub name, or a folder (its config.json is enough). Default: the recipe's, else demo.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of context, separated by commas: 4096,32k,128k.")] = "1k",
+    batch: Annotated[str, typer.Option(help="Sequences at a time, separated by commas.")] = "1",
+    recipe: Annotated[
+        Path | None, typer.Option(help="Count weights and cache as this recipe stores them.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Price weights and KV cache: a row per KV format, context and batch."""
+    from autoq.budget import parse_count, parse_size
+
+    contexts = [parse_size(c) for c in context.split(",")]
+    batches = [parse_count(b, "--batch") for b in batch.split(",")]
+    from autoq import api
+    from autoq.recipe import read_recipe
+
+    loaded = read_recipe(api.find_recipe(recipe)) if recipe else None
+    rows = api.memory(model or (loaded.model.id if loaded else D.model), contexts, batches, loaded)
+    if as_json:
+        print_json({"rows": rows})
+    else:
+        from autoq.report.terminal import memory_table
+
+        of = (
+            f"{recipe}: weights as it stores them"
+            if recipe
+            else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
+        )
+        stdout().print(memory_table(rows, of))
