@@ -9,7 +9,7 @@ OLDEST := 5.14.0
 
 # The main job: install, then search a recipe for the bundled demo model.
 search: $(VENV)/.installed
-	$(BIN)/autoq search --budget 4.5bits --validate 4
+	$(BIN)/autoq search --budget 4.5bits --validate 2
 
 # Everything that is checked: style, types, tests, and what touches transformers again on the oldest release that is supported.
 test: $(VENV)/.installed-dev $(VENV)/oldest/.installed

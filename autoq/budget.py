@@ -41,6 +41,7 @@ class Budgets:
 
     Attributes:
         memory: for all weights, embeddings too, plus the cache. context, batch: the cache is that of so many tokens and sequences.
+        page: tokens that the engine allots at a time; the last page of a sequence is counted whole.
     """
 
     weights: Budget | None = None
@@ -48,6 +49,12 @@ class Budgets:
     memory: Budget | None = None
     context: int = 8192
     batch: int = 1
+    page: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a sequence takes room for."""
+        return -(-self.context // self.page) * self.page
 
     @property
     def search_weights(self) -> bool:
@@ -70,6 +77,14 @@ def parse_budget(text: str, option: str = "--budget") -> Budget:
         return Budget(f"{value:g}bits", value, "bits")
     scale = _UNITS[unit if unit in _UNITS else unit[0].upper() + unit[1:]]
     return Budget(text.strip(), value * scale, "bytes")
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Read `24GiB`; raises UserError."""
+    found = parse_budget(text, option)
+    if found.unit != "bytes":
+        raise UserError(f"{option} {text!r}: give bytes, such as 24GiB")
+    return int(found.value)
 
 
 def parse_size(text: str) -> int:

@@ -53,10 +53,9 @@ def test_a_recipe_for_other_weights_is_refused(recipe_path: Path) -> None:
 def test_a_latent_cache_is_refused_and_its_weights_are_not(tmp_path: Path) -> None:
     MLA.save_pretrained(tmp_path / "mla")
     mla = str(tmp_path / "mla")
-    for arguments in (["search", "--kv-budget", "6"], ["memory"]):
-        done = run_autoq(*arguments, "--model", mla, cwd=tmp_path)
-        assert done.returncode == 2
-        assert "caches a latent (MLA)" in done.stderr
+    done = run_autoq("search", "--kv-budget", "6", "--model", mla, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "caches a latent (MLA)" in done.stderr
     plan = api.make_plan(SearchConfig(model=mla, budget="4.5bits", seq_len=64))
     assert not plan.units.caches
     assert plan.units.weights

@@ -132,9 +132,13 @@ def test_front_and_show_read_the_run(demo_search: dict[str, Any]) -> None:
 def test_memory_and_formats(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path)
     found = json.loads(run_autoq("memory", "--model", str(tmp_path), "--context", "64,128", "--batch", "1,2", "--json").stdout)
-    assert set(found) == {"rows"}
+    assert set(found) == {"rows", "largest"}
+    assert found["largest"] == []
     assert set(found["rows"][0]) == {"kv_format", "context", "batch", "kv_bytes", "weight_bytes", "total_bytes"}
     assert "KV format" in run_autoq("memory", "--model", str(tmp_path), "--context", "64").stdout
+    fits = run_autoq("memory", "--model", str(tmp_path), "--context", "64", "--target", "a100").stdout
+    assert "the most that fits into 80 GiB" in fits
+    assert "context at batch 1" in fits
     listed = run_autoq("formats").stdout
     assert all(name in listed for name in ("nvfp4_4over6", "mxfp6_e3m2", "int4_channel", "fp8_w8a8"))
 
@@ -164,6 +168,15 @@ MISTAKES = [
     (["search"], "give a budget"),
     (["search", "--budget", "lots"], "is not a budget"),
     (["search", "--budget", "1bits"], "cannot be met"),
+    (["search", "--memory", "2MiB"], "the least this space reaches is"),
+    (["search", "--memory", "4bits"], "give bytes, such as 24GiB"),
+    (["search", "--memory", "1GiB", "--context", "1M"], "beyond this model's maximum"),
+    (["search", "--memory", "1GiB", "--batch", "0"], "--batch is 0"),
+    (["search", "--kv-budget", "6", "--engine", "vlm"], "vllm"),
+    (["search", "--kv-budget", "6", "--target", "h10"], "h100"),
+    (["search", "--kv-budget", "3.5", "--engine", "sglang"], "cannot meet the budgets"),
+    (["memory", "--target", "any"], "says nothing of its memory"),
+    (["memory", "--memory", "4bits"], "give bytes"),
     (["search", "--kv-budget", "1bits"], "cannot be met"),
     (["search", "--kv-budget", "2KiB"], "the least this space reaches is"),
     (["search", "--budget", "4", "--space", "defualt"], "Did you mean 'default'"),

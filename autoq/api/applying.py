@@ -14,7 +14,8 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.profile import model_fingerprint
 from autoq.model.quantized import Assignment
 from autoq.model.quantized import quantized as apply_assignment
-from autoq.model.units import ModelUnits, find_units
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
 from autoq.search.problem import Option
 
 if TYPE_CHECKING:

@@ -16,9 +16,12 @@ from autoq.formats.format import KVFormat
 from autoq.measure.damage import Candidates, weight_refusal
 from autoq.measure.estimate import DamageTable
 from autoq.model import load
+from autoq.model.cache_units import unsearchable
 from autoq.model.text import text_sources
-from autoq.model.units import ModelUnits, find_units, uncacheable
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
 from autoq.run_folder import RunFolder, open_run
+from autoq.search.engine import feasible_ways
 from autoq.search.problem import Problem, make_problem
 from autoq.search.space import load_space
 
@@ -80,9 +83,11 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
         raise UserError(
             f"--engine {engine.name} needs a head_dim that is a multiple of {engine.head_dim_multiple}, and this model's is {max(odd)}"
         )
-    budgets = replace(asked, context=context_of(text_config, config.context))
+    budgets = replace(asked, context=context_of(text_config, config.context), page=engine.page)
     plan = Plan(replace(config, device=device), source, model_config, units, candidates, budgets, engine, run, (*removed, *notes))
-    plan.problem()
+    problem = plan.problem()
+    if engine.mixing != "free" and units.caches:
+        feasible_ways(problem, units, engine)
     return plan
 
 
@@ -136,7 +141,7 @@ def searchable(
 
     Returns (units, candidates, what to say); raises UserError where that is what was asked for.
     """
-    if reason := uncacheable(empty):
+    if reason := unsearchable(empty):
         if kv_wanted:
             raise UserError(f"--kv-budget: {reason}")
         return (

@@ -1,49 +1,124 @@
-"""What weights and caches take in memory; a config alone is enough."""
+"""What weights and caches take in memory, and what fits into a device's; a config alone is enough."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import recipe_assignment
+from autoq.budget import Budgets
+from autoq.cost.engines import Engine, engine_of
 from autoq.cost.kv_memory import context_of, kv_cost
 from autoq.errors import UserError
 from autoq.formats.catalog import KV_FORMATS
+from autoq.formats.format import KVFormat
 from autoq.model import load
-from autoq.model.units import find_units, uncacheable
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
+
+MOST_SEQUENCES = 2**20  # a model without a cache holds any number
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Prices of a model.
+
+    Attributes:
+        rows: weight and cache bytes for every KV format, context and batch.
+        largest: with a device's memory, for every KV format the largest context by batch, and the largest batch by context; 0 where
+            none fits.
+    """
+
+    rows: list[dict[str, Any]]
+    largest: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Prices:
+    units: ModelUnits
+    engine: Engine
+    weight_bytes: int
+
+    def cache(self, formats: Mapping[str, KVFormat], context: int, batch: int) -> int:
+        tokens = Budgets(context=context, page=self.engine.page).tokens
+        return -(-kv_cost(self.units, formats, tokens, batch)[0] // 8)
+
+    def peak(self, formats: Mapping[str, KVFormat], context: int, batch: int) -> int:
+        """Return the most that the cache takes on its way to this context: an incomplete group is held in 16 bit."""
+        groups = [f.values.block or 1 for f in formats.values() if f.axis == "channel"]
+        return max(self.cache(formats, n, batch) for n in range(max(0, context - max(groups, default=1)) + 1, context + 1))
 
 
 def memory(
-    model: str, contexts: Sequence[int], batches: Sequence[int], recipe: recipes.Recipe | None = None
-) -> list[dict[str, Any]]:
-    """Return rows of weight and cache bytes for every KV format, context and batch; a config alone is enough.
+    model: str, contexts: Sequence[int], batches: Sequence[int], recipe: recipes.Recipe | None = None,
+    engine: str = "none", available: int | None = None,
+) -> Memory:  # fmt: skip
+    """Price weights and cache for every KV format, context and batch; a config alone is enough.
 
     Weights are counted at 16 bit, or as the recipe stores them; with a recipe its own cache is a row too.
+
+    Args:
+        engine: counts its pages whole, and leaves out cache formats it cannot serve. available: bytes of the device.
+
+    Raises UserError for a context beyond the model's maximum or a batch of 0.
     """
     for batch in batches:
         if batch < 1:
             raise UserError(f"a batch of {batch} holds no sequence: give 1 or more")
     config = load.load_config(load.model_source(model))
-    empty = load.empty_model(config)
-    if (reason := uncacheable(empty)) and "attention function" not in reason:
-        raise UserError(reason)
+    text_config = config.get_text_config(decoder=True)
+    for context in contexts:
+        context_of(text_config, context)
     has_head = recipe is not None and any(e.role == "head" for e in recipe.weights.values())
-    units = find_units(empty, ("lm_head",) if has_head else ())
-    weight_bytes = recipe.totals.weight_bytes if recipe else 2 * units.parameters
-    assignments: dict[str, dict[str, Any]] = {
-        name: dict.fromkeys((u.name for u in units.caches), f) for name, f in KV_FORMATS.items()
-    }
-    if recipe:
-        assignments = {"recipe": dict(recipe_assignment(recipe, units).caches)} | assignments
+    units = find_units(load.empty_model(config), ("lm_head",) if has_head else ())
+    prices = _Prices(units, engine_of(engine), recipe.totals.weight_bytes if recipe else 2 * units.parameters)
+    formats = _cache_formats(units, prices.engine, recipe)
     rows = []
     for context in contexts:
-        context_of(config.get_text_config(decoder=True), context)
         for batch in batches:
-            for name, assignment in assignments.items():
-                kv_bytes = batch * -(-kv_cost(units, assignment, context)[0] // 8)
-                rows.append(
-                    {"kv_format": name, "context": context, "batch": batch, "kv_bytes": kv_bytes,
-                     "weight_bytes": weight_bytes, "total_bytes": kv_bytes + weight_bytes}
-                )  # fmt: skip
-    return rows
+            for name, assignment in formats.items():
+                kv_bytes = prices.cache(assignment, context, batch)
+                total = kv_bytes + prices.weight_bytes
+                row = {"kv_format": name, "context": context, "batch": batch, "kv_bytes": kv_bytes,
+                       "weight_bytes": prices.weight_bytes, "total_bytes": total}  # fmt: skip
+                rows.append(row | ({} if available is None else {"fits": total <= available}))
+    if available is None:
+        return Memory(rows, [])
+    longest = getattr(text_config, "max_position_embeddings", None) or 2**24
+    return Memory(rows, [_largest(prices, n, f, contexts, batches, longest, available) for n, f in formats.items()])
+
+
+def _cache_formats(units: ModelUnits, engine: Engine, recipe: recipes.Recipe | None) -> dict[str, dict[str, KVFormat]]:
+    served = {n: f for n, f in KV_FORMATS.items() if f.is_original or engine.kv_formats is None or n in engine.kv_formats}
+    found = {name: dict.fromkeys((u.name for u in units.caches), f) for name, f in served.items() if _fits_heads(f, units)}
+    return {"recipe": dict(recipe_assignment(recipe, units).caches)} | found if recipe else found
+
+
+def _fits_heads(fmt: KVFormat, units: ModelUnits) -> bool:
+    try:
+        for unit in units.caches:
+            fmt.for_head_dim(unit.head_dim)
+    except UserError:
+        return False
+    return True
+
+
+def _largest(
+    prices: _Prices, name: str, formats: Mapping[str, KVFormat], contexts: Sequence[int], batches: Sequence[int], longest: int,
+    available: int,
+) -> dict[str, Any]:  # fmt: skip
+    def most(limit: int, cost: Callable[[int], int]) -> int:
+        """Return the largest number up to `limit` whose cost fits; costs never fall."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if prices.weight_bytes + cost(middle) <= available else (low, middle - 1)
+        return low
+
+    return {
+        "kv_format": name,
+        "context_by_batch": {b: most(longest, lambda n, b=b: prices.peak(formats, n, b)) for b in batches},  # type: ignore[misc]
+        "batch_by_context": {c: most(MOST_SEQUENCES, lambda n, c=c: prices.peak(formats, c, n)) for c in contexts},  # type: ignore[misc]
+    }

@@ -49,8 +49,8 @@ def make_recipe(
     kv_used = {fmt: kv_format(fmt) for fmt in sorted({choice[u.name].format for u in units.caches})}
     cost = weight_cost(units, {u.name: used[choice[u.name].format] for u in units.weights})
     budgets = plan.budgets
-    context, batch = budgets.context, budgets.batch
-    kv_bits, kv_values = kv_cost(units, {u.name: kv_used[choice[u.name].format] for u in units.caches}, context, batch)
+    tokens, batch = budgets.tokens, budgets.batch
+    kv_bits, kv_values = kv_cost(units, {u.name: kv_used[choice[u.name].format] for u in units.caches}, tokens, batch)
 
     def damage(unit: str) -> float:
         return six_digits(table.get(unit, {}).get(choice[unit].format, 0.0))
@@ -65,7 +65,7 @@ def make_recipe(
     layers: dict[str, dict[str, Any]] = {}
     for u in units.caches:
         entry = layers.setdefault(u.module, {"layer": u.layer, "module": u.module, "values_per_token": u.numel})
-        bits = cache_bits(u, kv_used[choice[u.name].format], context, batch) / cache_values(u, context, batch)
+        bits = cache_bits(u, kv_used[choice[u.name].format], tokens, batch) / cache_values(u, tokens, batch)
         entry[u.kind] = recipes.CacheEntry(
             format=choice[u.name].format,
             bits=six_digits(bits),
@@ -81,7 +81,7 @@ def make_recipe(
         ),
         budget=recipes.BudgetEntry(
             weights=budgets.weights.text if budgets.weights else None, kv=budgets.kv.text if budgets.kv else None,
-            memory=budgets.memory.text if budgets.memory else None, context=context, batch=batch,
+            memory=budgets.memory.text if budgets.memory else None, context=budgets.context, batch=batch,
             engine=plan.engine.name, target=plan.config.target,
         ),
         totals=recipes.TotalsEntry(

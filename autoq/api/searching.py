@@ -34,7 +34,7 @@ from autoq.search.solver import solve, total_bits, total_damage
 if TYPE_CHECKING:
     from autoq.api.validating import Validation
 
-MOST_UNIFORMS = 6  # uniform recipes measured beside a result
+MOST_UNIFORMS = 5  # uniform recipes measured beside a result
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _sides(plan: Plan) -> dict[str, tuple[frozenset[str], int]]:
     if budgets.search_weights:
         found["weights"] = frozenset(u.name for u in units.weights), units.searched
     if budgets.search_caches:
-        values = sum(cache_values(u, budgets.context, budgets.batch) for u in units.caches)
+        values = sum(cache_values(u, budgets.tokens, budgets.batch) for u in units.caches)
         found["cache"] = frozenset(u.name for u in units.caches), values
     return found
 

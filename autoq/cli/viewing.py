@@ -11,6 +11,7 @@ from autoq.cli.app import app
 from autoq.cli.options import Debug, Json
 from autoq.cli.output import fail, print_json, reporter, stdout
 from autoq.config import SearchConfig
+from autoq.errors import UserError
 
 D = SearchConfig()
 
@@ -80,7 +81,7 @@ def formats(as_json: Json = False, debug: Debug = False) -> None:
 
 
 @app.command(
-    epilog="Examples:\n\nautoq memory --model my-folder --context 32k,128k --batch 1,8\n\nautoq memory --recipe runs/mine/recipe.yaml --context 1k"
+    epilog="Examples:\n\nautoq memory --model my-folder --context 32k,128k --batch 1,8\n\nautoq memory --recipe runs/mine/recipe.yaml --context 1k\n\nautoq memory --model my-folder --context 32k --batch 1,8 --target h100 --engine vllm"
 )
 def memory(
     model: Annotated[
@@ -96,11 +97,19 @@ def memory(
     recipe: Annotated[
         Path | None, typer.Option(help="Count weights and cache as this recipe stores them.", show_default=False)
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="A device whose memory it has to fit: a100, h100, b200 ...", show_default=False)
+    ] = None,
+    available: Annotated[
+        str | None, typer.Option("--memory", help="The same in bytes: 24GiB. What fits is printed.", show_default=False)
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Count this engine's pages, and only cache formats it serves.")] = D.engine,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Price weights and KV cache: a row per KV format, context and batch."""
-    from autoq.budget import parse_count, parse_size
+    """Price weights and KV cache: a row per KV format, context and batch; and the largest context or batch that fits."""
+    from autoq.budget import parse_bytes, parse_count, parse_size
+    from autoq.cost.targets import target_of
 
     contexts = [parse_size(c) for c in context.split(",")]
     batches = [parse_count(b, "--batch") for b in batch.split(",")]
@@ -108,9 +117,12 @@ def memory(
     from autoq.recipe import read_recipe
 
     loaded = read_recipe(api.find_recipe(recipe)) if recipe else None
-    rows = api.memory(model or (loaded.model.id if loaded else D.model), contexts, batches, loaded)
+    room = parse_bytes(available, "--memory") if available else target_of(target).memory if target else None
+    if target and room is None:
+        raise UserError(f"--target {target} says nothing of its memory: give --memory 24GiB")
+    found = api.memory(model or (loaded.model.id if loaded else D.model), contexts, batches, loaded, engine, room)
     if as_json:
-        print_json({"rows": rows})
+        print_json({"rows": found.rows, "largest": found.largest})
     else:
         from autoq.report.terminal import memory_table
 
@@ -119,4 +131,4 @@ def memory(
             if recipe
             else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
         )
-        stdout().print(memory_table(rows, of))
+        stdout().print(memory_table(found, of, room))

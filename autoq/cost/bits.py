@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoq.formats.format import Format
-from autoq.model.units import ModelUnits, Unit
+from autoq.model.unit import ModelUnits, Unit
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,24 @@ class Engine:
 
     Attributes:
         kv_formats: names of cache formats, besides 16 bit; None is every one that autoq has.
-        mixing: how they may be mixed. head_dim_multiple: what head_dim must be a multiple of.
+        mixing: how they may be mixed. page: tokens allotted at a time, by its defaults.
+        head_dim_multiple: what head_dim must be a multiple of.
     """
 
     name: str
     kv_formats: frozenset[str] | None
     mixing: Mixing
+    page: int = 1
     head_dim_multiple: int = 1
 
 
 ENGINES: dict[str, Engine] = {
     "none": Engine("none", None, "free"),
     "transformers": Engine("transformers", None, "free"),
-    "vllm": Engine("vllm", frozenset({"fp8", "fp8_cast", "nvfp4", "int8_head"}), "one and skipped"),
+    "vllm": Engine("vllm", frozenset({"fp8", "fp8_cast", "nvfp4", "int8_head"}), "one and skipped", 16),
     "sglang": Engine("sglang", frozenset({"fp8", "fp8_cast", "nvfp4_cast"}), "one"),
-    "tensorrt-llm": Engine("tensorrt-llm", frozenset({"fp8", "nvfp4"}), "one"),
-    "llama.cpp": Engine("llama.cpp", frozenset({"q8_0", "q4_0"}), "two", 32),
+    "tensorrt-llm": Engine("tensorrt-llm", frozenset({"fp8", "nvfp4"}), "one", 32),
+    "llama.cpp": Engine("llama.cpp", frozenset({"q8_0", "q4_0"}), "two", 256, 32),
 }
 
 

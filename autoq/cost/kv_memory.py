@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autoq.errors import UserError
 from autoq.formats.catalog import kv_format
 from autoq.formats.format import KVFormat
-from autoq.model.units import ModelUnits, Unit
+from autoq.model.unit import ModelUnits, Unit
 
 DEFAULT_CONTEXT = 8192  # where --kv-budget in bits is counted, or the model's own maximum if that is shorter
 

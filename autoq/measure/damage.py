@@ -27,7 +27,7 @@ from autoq.measure.taps import attention_tap, tap
 from autoq.measure.weight_scorer import WeightScorer, Workspace
 from autoq.model.attention import AttentionFunction, intercepted
 from autoq.model.head import Head, hidden_states
-from autoq.model.units import ModelUnits, Unit, WeightTensor
+from autoq.model.unit import ModelUnits, Unit, WeightTensor
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from autoq.measure.fused import has_kernels
 from autoq.model.head import Head, hidden_states
 from autoq.model.quantized import Assignment, quantized
-from autoq.model.units import ModelUnits
+from autoq.model.unit import ModelUnits
 
 Forward = Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from autoq.measure.profile import Profile
-from autoq.model.units import ModelUnits, Unit
+from autoq.model.unit import ModelUnits, Unit
 
 Estimator = Literal["steady", "raw"]
 DamageTable = dict[str, dict[str, float]]

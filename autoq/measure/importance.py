@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from autoq.model.head import hidden_states
-from autoq.model.units import ModelUnits
+from autoq.model.unit import ModelUnits
 
 
 def input_importance(model: PreTrainedModel, units: ModelUnits, ids: torch.Tensor, batch: int = 4) -> dict[str, torch.Tensor]:

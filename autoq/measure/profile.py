@@ -22,7 +22,7 @@ from autoq.errors import AutoqError, UserError
 from autoq.formats.calibration import Calibration
 from autoq.measure.cache_statistics import CacheStatistics
 from autoq.measure.damage import Candidates, DamageScorer
-from autoq.model.units import ModelUnits
+from autoq.model.unit import ModelUnits
 from autoq.run_folder import replacing, write_atomically
 
 FILE = "profile.safetensors"

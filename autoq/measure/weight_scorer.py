@@ -19,7 +19,7 @@ import torch
 from autoq.formats.format import Format
 from autoq.formats.reference import Scales, fit_blocks, rounding_error
 from autoq.measure.fused import has_kernels
-from autoq.model.units import WeightTensor
+from autoq.model.unit import WeightTensor
 
 PIECE_VALUES = 1 << 19
 ROWS = 64  # a piece has a multiple of it: matrix products want round numbers

@@ -15,7 +15,7 @@ from autoq.formats.format import Format
 from autoq.formats.reference import Packed
 from autoq.kernels.decode import decode
 from autoq.kernels.encode import encode
-from autoq.model.units import ModelUnits, WeightTensor
+from autoq.model.unit import ModelUnits, WeightTensor
 
 
 @dataclass(frozen=True)

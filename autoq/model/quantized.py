@@ -15,7 +15,7 @@ from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.model.attention import AttentionFunction, AttentionHandler, intercepted
 from autoq.model.kv_visibility import attend_mixed, quantized_pairs
-from autoq.model.units import ModelUnits
+from autoq.model.unit import ModelUnits
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from autoq.api import FrontResult, SearchResult, Validation
+    from autoq.api.pricing import Memory
     from autoq.search.front import FrontPoint
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -277,25 +278,37 @@ def recipe_view(view: dict[str, Any]) -> RenderableType:
     return Group(Text(head, style="bold"), Text(damage), unit_table(view["units"], view["predicted_kl"]))
 
 
-def memory_table(rows: list[dict[str, Any]], what: str) -> RenderableType:
-    """Return weights, cache and total by KV format, context and batch; `what` says whose."""
+def memory_table(memory: Memory, what: str, available: int | None) -> RenderableType:
+    """Return weights, cache and total by KV format, context and batch, and what fits; `what` says whose."""
     table = Table(title=what, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name in ("KV format", "context", "batch", "KV cache", "weights", "total"):
+    for name in ("KV format", "context", "batch", "KV cache", "weights", "total", *([] if available is None else ["fits"])):
         table.add_column(name, justify="left" if name == "KV format" else "right")
     previous = None
-    for row in rows:
+    for row in memory.rows:
         where = (row["context"], row["batch"])
         if previous is not None and where != previous:
             table.add_row()
         previous = where
-        table.add_row(
-            row["kv_format"],
-            f"{row['context']:,}",
-            str(row["batch"]),
-            size(row["kv_bytes"]),
-            size(row["weight_bytes"]),
-            size(row["total_bytes"]),
-        )
+        cells = [row["kv_format"], f"{row['context']:,}", str(row["batch"])]
+        cells += [size(row[f"{k}_bytes"]) for k in ("kv", "weight", "total")]
+        table.add_row(*cells, *([] if available is None else ["yes" if row["fits"] else "no"]))
+    return table if available is None else Group(table, Text(""), _largest_table(memory.largest, available))
+
+
+def _largest_table(largest: list[dict[str, Any]], available: int) -> RenderableType:
+    """Return the largest context for each batch, and the largest batch for each context."""
+    table = Table(
+        title=f"the most that fits into {size(available)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
+        header_style="dim",
+    )  # fmt: skip
+    table.add_column("KV format")
+    for batch in largest[0]["context_by_batch"]:
+        table.add_column(f"context at batch {batch}", justify="right")
+    for context in largest[0]["batch_by_context"]:
+        table.add_column(f"batch at {context:,}", justify="right")
+    for row in largest:
+        counts = [*row["context_by_batch"].values(), *row["batch_by_context"].values()]
+        table.add_row(row["kv_format"], *(f"{c:,}" if c else "none" for c in counts))
     return table
 
 

@@ -14,7 +14,7 @@ from autoq.formats.format import Format, KVFormat
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable
 from autoq.model.quantized import Assignment
-from autoq.model.units import ModelUnits
+from autoq.model.unit import ModelUnits
 
 ORIGINAL = "bf16"
 
@@ -56,7 +56,7 @@ def fair_uniforms(
         cost = weight_cost(units, of_weights)
         damage = sum(table[u].get(weight_name, 0.0) for u in of_weights)
         for cache_name, of_caches in caches.items():
-            kv_bits, values = kv_cost(units, of_caches, budgets.context, budgets.batch)
+            kv_bits, values = kv_cost(units, of_caches, budgets.tokens, budgets.batch)
             fits = (
                 budgets.weights is None or cost.searched_bits <= budgets.weights.limit_bits(units.searched, other, 16 * units.parameters),
                 budgets.kv is None or kv_bits <= budgets.kv.limit_bits(values),

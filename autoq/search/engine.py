@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoq.cost.engines import Engine
 from autoq.errors import UserError
-from autoq.model.units import ModelUnits, Unit
+from autoq.model.unit import ModelUnits, Unit
 from autoq.search.problem import Limit, Option, Problem
 from autoq.search.solver import solve, total_damage
 
@@ -19,15 +19,23 @@ def solve_for_engine(problem: Problem, units: ModelUnits, engine: Engine) -> dic
     """
     if engine.mixing == "free" or not units.caches:
         return solve(problem)
-    found = [_expanded(problem, solve(p), merged) for p, merged in _ways(problem, units, engine) if _is_feasible(p)]
+    return min((_expanded(problem, solve(p), merged) for p, merged in feasible_ways(problem, units, engine)), key=total_damage)
+
+
+def feasible_ways(problem: Problem, units: ModelUnits, engine: Engine) -> list[tuple[Problem, dict[str, str]]]:
+    """Return problems whose solutions the engine can serve, with the units merged into others (merged -> into).
+
+    Raises UserError when no format of the engine meets the budgets.
+    """
+    found = [way for way in _ways(problem, units, engine) if _is_feasible(way[0])]
     if not found:
         names = ", ".join(sorted(engine.kv_formats or ()))
         raise UserError(f"--engine {engine.name} cannot meet the budgets: it serves {names} ({engine.mixing}); ask for more memory")
-    return min(found, key=total_damage)
+    return found
 
 
 def _ways(problem: Problem, units: ModelUnits, engine: Engine) -> Iterator[tuple[Problem, dict[str, str]]]:
-    """Yield problems whose solutions the engine can serve, with the units merged into others (merged -> into)."""
+    """Yield every way, feasible or not."""
     names = sorted({o.format for u in units.caches for o in problem.options[u.name] if _served(o, engine)})
     keys, values = ([u for u in units.caches if u.kind == kind] for kind in ("key", "value"))
     if engine.mixing == "one and skipped":

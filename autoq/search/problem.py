@@ -11,7 +11,7 @@ from autoq.errors import UserError
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable
-from autoq.model.units import ModelUnits, Unit
+from autoq.model.unit import ModelUnits, Unit
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def unit_options(
 def _bits(unit: Unit, name: str, budgets: Budgets) -> int:
     if unit.kind == "weight":
         return unit_bits(unit, weight_format(name))
-    return cache_bits(unit, kv_format(name), budgets.context, budgets.batch)
+    return cache_bits(unit, kv_format(name), budgets.tokens, budgets.batch)
 
 
 def make_problem(units: ModelUnits, candidates: Candidates, budgets: Budgets, damage: DamageTable | None = None) -> Problem:
@@ -69,7 +69,7 @@ def make_problem(units: ModelUnits, candidates: Candidates, budgets: Budgets, da
         options[unit.name] = every if searched else every[:1]
     limits = []
     other = 16 * (units.parameters - units.searched)
-    values = sum(cache_values(u, budgets.context, budgets.batch) for u in units.caches)
+    values = sum(cache_values(u, budgets.tokens, budgets.batch) for u in units.caches)
     if (asked := budgets.weights) is not None:
         bits = asked.limit_bits(units.searched, other, 16 * units.parameters)
         limits.append(_limit("--budget", asked, units.weights, options, bits, other))

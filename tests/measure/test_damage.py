@@ -24,7 +24,8 @@ from autoq.model.attention import intercepted
 from autoq.model.head import Head, hidden_states
 from autoq.model.kv_visibility import attend_mixed, quantized_pairs
 from autoq.model.quantized import Assignment, quantized
-from autoq.model.units import ModelUnits, find_units
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
 from tests.conftest import SMALL, build, llama_config
 
 WEIGHTS = tuple(weight_format(n) for n in ("fp8", "nvfp4", "mxfp4", "int4_g32_asym", "int4_g64_full", "int3_g64_asym", "nvfp4_lsq"))

@@ -143,7 +143,7 @@ def test_a_damaged_profile_is_named(llama: PreTrainedModel, tmp_path: Path, dama
 
 def synthetic(sequences: int, seed: int = 0) -> tuple[Profile, Any, dict[str, dict[str, float]]]:
     """Samples drawn from a known damage: sensitivity of the unit x factor of the format x error."""
-    from autoq.model.units import ModelUnits, Unit
+    from autoq.model.unit import ModelUnits, Unit
 
     generator = torch.Generator().manual_seed(seed)
     units = ModelUnits(tuple(Unit(f"layers.{i}.down_proj", "weight", "down", i) for i in range(40)), (), 1)

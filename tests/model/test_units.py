@@ -19,7 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from autoq.model.units import ModelUnits, Unit, find_units
+from autoq.model.unit import ModelUnits, Unit
+from autoq.model.units import find_units
 from tests.conftest import SMALL, llama_config
 
 

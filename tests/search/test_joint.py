@@ -14,7 +14,8 @@ from autoq.cost.kv_memory import kv_cost
 from autoq.errors import UserError
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
-from autoq.model.units import ModelUnits, find_units
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
 from autoq.search.baselines import fair_uniforms
 from autoq.search.engine import solve_for_engine
 from autoq.search.exchange import exchange

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from autoq.budget import Budgets, parse_budget, parse_size
 from autoq.errors import UserError
-from autoq.model.units import ModelUnits, find_units
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
 from autoq.search.front import sweep
 from autoq.search.problem import Limit, Option, Problem, make_problem
 from autoq.search.solver import solve, total_bits, total_damage
