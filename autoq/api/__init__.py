@@ -1,4 +1,4 @@
-"""The verbs: search, profile, front, show, memory, validate. The command line and notebooks call these and nothing below."""
+"""The verbs: search, profile, front, show, memory, validate, retrieval. The command line and notebooks call these and nothing below."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autoq.api.plan import Plan, make_plan
 from autoq.api.pricing import memory
 from autoq.api.profiling import Profiled, profile
 from autoq.api.recording import UniformResult
+from autoq.api.retrieving import Retrieval, retrieval
 from autoq.api.searching import SearchResult, search
 from autoq.api.showing import find_recipe, show
 
@@ -20,6 +21,7 @@ __all__ = [
     "FrontResult",
     "Plan",
     "Profiled",
+    "Retrieval",
     "SearchResult",
     "UniformResult",
     "Validation",
@@ -32,6 +34,7 @@ __all__ = [
     "profile",
     "quantized",
     "recipe_assignment",
+    "retrieval",
     "search",
     "show",
     "validate",

@@ -12,6 +12,7 @@ from autoq.errors import UserError, unknown
 from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.profile import model_fingerprint
+from autoq.model import load
 from autoq.model.quantized import Assignment
 from autoq.model.quantized import quantized as apply_assignment
 from autoq.model.unit import ModelUnits
@@ -19,7 +20,7 @@ from autoq.model.units import find_units
 from autoq.search.problem import Option
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def assignment_of(units: ModelUnits, choice: dict[str, Option], calibration: Mapping[str, Calibration]) -> Assignment:
@@ -53,6 +54,29 @@ def recipe_assignment(recipe: recipes.Recipe, units: ModelUnits) -> Assignment:
     return Assignment(recipe.weight_formats(), recipe.cache_formats(), recipe.calibration())
 
 
+def load_for(recipe: recipes.Recipe, model: str | None) -> tuple[PreTrainedModel, ModelUnits, PreTrainedTokenizerBase]:
+    """Load the model that a recipe is for (by default the one it names); return it with its units and tokenizer.
+
+    Raises UserError if it has other weights.
+    """
+    source = load.model_source(model or recipe.model.id)
+    loaded = load.load_model(source, load.pick_device("auto"), recipe.provenance.dtype)
+    check_model(recipe, loaded)
+    return loaded, units_for(recipe, loaded), load.load_tokenizer(source)
+
+
+def check_model(recipe: recipes.Recipe, model: PreTrainedModel) -> None:
+    """Raise UserError if the recipe was made for a model with other weights."""
+    made_for, is_ = recipe.model.fingerprint, model_fingerprint(model)
+    if made_for != is_:
+        raise UserError(f"the recipe was made for a model with other weights ({recipe.model.id}, {made_for}; this one is {is_})")
+
+
+def units_for(recipe: recipes.Recipe, model: PreTrainedModel) -> ModelUnits:
+    """Return the model's units, its head among them if the recipe has it."""
+    return find_units(model, ("lm_head",) if any(e.role == "head" for e in recipe.weights.values()) else ())
+
+
 @contextmanager
 def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str) -> Iterator[PreTrainedModel]:
     """Run the block with a recipe's weights, keys and values in place of the model's own; everything is back afterwards.
@@ -60,10 +84,7 @@ def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str) -> It
     Raises UserError if the recipe names what the model does not have, or was made for a model with other weights.
     """
     loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
-    made_for, is_ = loaded.model.fingerprint, model_fingerprint(model)
-    if made_for != is_:
-        raise UserError(f"the recipe was made for a model with other weights ({loaded.model.id}, {made_for}; this one is {is_})")
-    has_head = any(e.role == "head" for e in loaded.weights.values())
-    units = find_units(model, ("lm_head",) if has_head else ())
+    check_model(loaded, model)
+    units = units_for(loaded, model)
     with apply_assignment(model, units, recipe_assignment(loaded, units)) as changed:
         yield changed

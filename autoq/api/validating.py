@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoq import recipe as recipes
-from autoq.api.applying import recipe_assignment
+from autoq.api.applying import load_for, recipe_assignment
 from autoq.api.recording import six_digits
 from autoq.cost.bits import weight_cost
 from autoq.errors import UserError
 from autoq.formats.format import Format
 from autoq.kernels.launch import where
 from autoq.measure.divergence import Divergence, Yardstick
-from autoq.measure.profile import model_fingerprint
-from autoq.model import load
 from autoq.model.head import cache_argument, hidden_states
 from autoq.model.packed import PackedTensor, packed_weights
 from autoq.model.packed_attention import packed_attention
@@ -29,7 +27,6 @@ from autoq.model.packed_cache import QuantizedKVCache
 from autoq.model.packed_tokens import kernels
 from autoq.model.quantized import Assignment, quantize_input, quantized
 from autoq.model.text import sequences, text_sources
-from autoq.model.units import find_units
 from autoq.report.progress import Clock, Reporter, Silent
 
 if TYPE_CHECKING:
@@ -90,17 +87,9 @@ def validate(
     if sample is not None and sample < 1:
         raise UserError(f"--sample is {sample}, but must be at least 1")
     with clock.stage("load", "loading the model"):
-        source = load.model_source(model or recipe.model.id)
-        device = load.pick_device("auto")
-        loaded = load.load_model(source, device, recipe.provenance.dtype)
-        found = model_fingerprint(loaded)
-        if found != recipe.model.fingerprint:
-            raise UserError(
-                f"the recipe was made for a model with other weights ({recipe.model.id}, {recipe.model.fingerprint}; this one is {found})"
-            )
+        loaded, units, tokenizer = load_for(recipe, model)
         _, text = text_sources(recipe.provenance.profile_text, recipe.measured.text)
-        ids = sequences(load.load_tokenizer(source), text, recipe.measured.windows, recipe.measured.tokens_per_window)
-        units = find_units(loaded, ("lm_head",) if any(e.role == "head" for e in recipe.weights.values()) else ())
+        ids = sequences(tokenizer, text, recipe.measured.windows, recipe.measured.tokens_per_window)
         yardstick = Yardstick(loaded, units, ids)
     return validate_on(yardstick, recipe, path, sample, seed, clock)
 

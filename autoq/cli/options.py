@@ -34,7 +34,12 @@ Eval = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option(help="Sequences to profile.")]
-SeqLen = Annotated[int, typer.Option(help="Tokens of a profiled sequence.")]
+SeqLen = Annotated[
+    int,
+    typer.Option(
+        "--seq-len", "--calib-len", help="Tokens of a profiled sequence; damage to a cache grows with the context it is scored in."
+    ),
+]
 Run = Annotated[
     Path | None,
     typer.Option("--run", parser=_folder, metavar="DIR", help="Run folder. Default: runs/<model>-<time>.", show_default=False),

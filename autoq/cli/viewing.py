@@ -63,10 +63,41 @@ def validate(
     if as_json:
         print_json(result.to_json())
     else:
-        from autoq.report.terminal import validation
+        from autoq.report.checks import validation
 
         stdout().print(validation(result))
     fail(result.problems)
+
+
+@app.command(epilog="Examples:\n\nautoq retrieval\n\nautoq retrieval runs/mine --lengths 1k,4k --depths 0,25,50,75,100 --samples 8")
+def retrieval(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "256",
+    depths: Annotated[str, typer.Option(help="Where the fact stands, in percent of the text.")] = "0,50,100",
+    samples: Annotated[int, typer.Option(help="Prompts for every kind, length and depth.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the generated text.")] = D.seed,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Plant facts in generated text, and see whether the quantized model finds them as the original does."""
+    from autoq.budget import parse_count, parse_size
+
+    tokens = [parse_size(n) for n in lengths.split(",")]
+    percents = [parse_count(d, "--depths") for d in depths.split(",")]
+    from autoq import api
+
+    result = api.retrieval(api.find_recipe(recipe), model, tokens, [p / 100 for p in percents], samples, seed, reporter())
+    if as_json:
+        print_json(result.to_json())
+    else:
+        from autoq.report.checks import retrieval_table
+
+        stdout().print(retrieval_table(result))
 
 
 @app.command(epilog="Examples:\n\nautoq formats")
@@ -124,7 +155,7 @@ def memory(
     if as_json:
         print_json({"rows": found.rows, "largest": found.largest})
     else:
-        from autoq.report.terminal import memory_table
+        from autoq.report.prices import memory_table
 
         of = (
             f"{recipe}: weights as it stores them"

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from autoq.api import FrontResult, SearchResult, Validation
-    from autoq.api.pricing import Memory
+    from autoq.api import FrontResult, SearchResult
     from autoq.search.front import FrontPoint
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -120,6 +119,8 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
     ):  # fmt: skip
         files.add_row(str(result.run / name), Text(what, style="dim"))
     if result.validation is not None:
+        from autoq.report.checks import validation
+
         parts.append(validation(result.validation))
     parts += [Text("written", style="bold"), files, _next_steps(result)]
     return Group(*(p for p in parts if p is not None))
@@ -276,64 +277,3 @@ def recipe_view(view: dict[str, Any]) -> RenderableType:
     if view["measured_kl"] is not None:
         damage += f", measured {nats(view['measured_kl'])}"
     return Group(Text(head, style="bold"), Text(damage), unit_table(view["units"], view["predicted_kl"]))
-
-
-def memory_table(memory: Memory, what: str, available: int | None) -> RenderableType:
-    """Return weights, cache and total by KV format, context and batch, and what fits; `what` says whose."""
-    table = Table(title=what, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name in ("KV format", "context", "batch", "KV cache", "weights", "total", *([] if available is None else ["fits"])):
-        table.add_column(name, justify="left" if name == "KV format" else "right")
-    previous = None
-    for row in memory.rows:
-        where = (row["context"], row["batch"])
-        if previous is not None and where != previous:
-            table.add_row()
-        previous = where
-        cells = [row["kv_format"], f"{row['context']:,}", str(row["batch"])]
-        cells += [size(row[f"{k}_bytes"]) for k in ("kv", "weight", "total")]
-        table.add_row(*cells, *([] if available is None else ["yes" if row["fits"] else "no"]))
-    return table if available is None else Group(table, Text(""), _largest_table(memory.largest, available))
-
-
-def _largest_table(largest: list[dict[str, Any]], available: int) -> RenderableType:
-    """Return the largest context for each batch, and the largest batch for each context."""
-    table = Table(
-        title=f"the most that fits into {size(available)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
-        header_style="dim",
-    )  # fmt: skip
-    table.add_column("KV format")
-    for batch in largest[0]["context_by_batch"]:
-        table.add_column(f"context at batch {batch}", justify="right")
-    for context in largest[0]["batch_by_context"]:
-        table.add_column(f"batch at {context:,}", justify="right")
-    for row in largest:
-        counts = [*row["context_by_batch"].values(), *row["batch_by_context"].values()]
-        table.add_row(row["kv_format"], *(f"{c:,}" if c else "none" for c in counts))
-    return table
-
-
-def validation(result: Validation) -> RenderableType:
-    """Return what `autoq validate` prints."""
-    entry, measured = result.entry, result.recipe.measured
-    lines = Table.grid(padding=(0, 2))
-    lines.add_row("kernels", "Triton's interpreter, on the CPU" if entry.kernels == "interpreter" else entry.kernels)
-    lines.add_row(
-        "packed", f"{entry.tensors} tensors of {entry.units} units; {entry.differing} differ from the reference or the cost model"
-    )
-    for name, held, before in (
-        ("weights", entry.weight_bytes, entry.weight_bytes_original), ("KV cache", entry.cache_bytes, entry.cache_bytes_original),
-    ):  # fmt: skip
-        lines.add_row(name, f"{size(held)}, in 16 bit {size(before)} ({held / max(1, before):.3f} x)")
-    searched = f"the search measured {nats(measured.kl)} ± {nats(measured.kl_stderr)}" if measured else ""
-    lines.add_row("KL", f"{nats(entry.kl)} ± {nats(entry.kl_stderr)} nats per token; {searched}")
-    lines.add_row("top-1 agreement", f"{100 * entry.top1_agreement:.1f} %")
-    lines.add_row("perplexity", f"{result.divergence.perplexity_original:.3f} before, {entry.perplexity:.3f} after")
-    if entry.attention_difference:
-        lines.add_row(
-            "attention on bytes", f"{nats(entry.attention_difference)} of the largest hidden state off attention on decoded tokens"
-        )
-    lines.add_row("greedy generation", f"as the original's for {100 * entry.greedy_agreement:.0f} % of the way, then its own")
-    lines.add_row("written into", str(result.recipe_path))
-    why = "every byte is right, and the KL is the one that the search measured" if entry.passed else "see below"
-    verdict = Text(f"passed: {why}", style="bold green") if entry.passed else Text(f"failed: {why}", style="bold red")
-    return Group(Text("validation", style="bold"), lines, verdict)

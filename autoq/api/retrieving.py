@@ -1,0 +1,50 @@
+"""Read planted facts at long context with a recipe and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autoq.api.applying import load_for, recipe_assignment
+from autoq.cost.kv_memory import context_of
+from autoq.errors import UserError
+from autoq.measure.retrieval import RetrievalRow, make_prompts, retrieve
+from autoq.recipe import read_recipe
+from autoq.report.progress import Clock, Reporter, Silent
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What was found; rows by kind, length and depth."""
+
+    recipe_path: Path
+    rows: tuple[RetrievalRow, ...]
+    seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `autoq retrieval --json` prints."""
+        return {"recipe": str(self.recipe_path), "rows": [asdict(r) for r in self.rows], "seconds": self.seconds}
+
+
+def retrieval(
+    path: Path, model: str | None = None, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
+    samples: int = 4, seed: int = 0, reporter: Reporter | None = None,
+) -> Retrieval:  # fmt: skip
+    """Read generated prompts of these lengths (tokens), with a fact at these depths (0 to 1), with the original and the recipe.
+
+    Raises UserError for a recipe of another model, and for a length that the model does not reach.
+    """
+    if samples < 1:
+        raise UserError(f"--samples is {samples}, but must be at least 1")
+    clock = Clock(reporter or Silent())
+    recipe = read_recipe(path)
+    with clock.stage("load", "loading the model"):
+        loaded, units, tokenizer = load_for(recipe, model)
+        for length in lengths:
+            context_of(loaded.config.get_text_config(decoder=True), length)
+        prompts = make_prompts(tokenizer, lengths, depths, samples, seed)
+    with clock.stage("read", "reading prompts") as progress:
+        rows = retrieve(loaded, units, recipe_assignment(recipe, units), prompts, progress)
+    return Retrieval(path, tuple(rows), clock.seconds)
