@@ -77,6 +77,14 @@ def fake_quantize_activation(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return reference.fake_quantize(fmt, x.reshape(-1, x.shape[-1])).to(x.dtype).view(x.shape)
 
 
+def cache_versions(x: torch.Tensor, fmt: KVFormat, calibration: Calibration) -> list[torch.Tensor]:
+    """Return K or V as each format of the chain holds it, every token quantized; an older format encodes what a newer one made."""
+    versions: list[torch.Tensor] = []
+    for one in fmt.chain:
+        versions.append(fake_quantize_cache(versions[-1] if versions else x, one, calibration))
+    return versions
+
+
 def fake_quantize_cache(x: torch.Tensor, fmt: KVFormat, calibration: Calibration) -> torch.Tensor:
     """Return K or V [batch, KV heads, tokens, head_dim] as read back from a cache in this format, every token quantized.
 

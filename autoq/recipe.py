@@ -43,9 +43,9 @@ class CacheEntry(Strict):
     format: str
     bits: NotNegative
     predicted_kl: NotNegative
-    absmax: NotNegative = Field(
-        description="largest magnitude of what is encoded in the profile's text; the static scale, where there is one, covers it"
-    )
+    absmax: NotNegative = Field(description="largest magnitude in the profile's text; calibrates static scales")
+    absmax_centered: NotNegative | None = Field(default=None, description="the same less the mean, where a format is around it")
+    absmax_rotated: NotNegative | None = Field(default=None, description="the same of rotated values, where a format rotates them")
     mean: str | None = Field(
         default=None, description="of formats around a static mean: float16 [KV heads, head_dim], little endian, in base64"
     )
@@ -203,7 +203,9 @@ class Recipe(Strict):
             for kind in ("key", "value"):
                 entry: CacheEntry = getattr(layer, kind)
                 mean = None if entry.mean is None else decode_mean(entry.mean, layer.values_per_token, f"{layer.module}.{kind}")
-                found[f"{layer.module}.{kind}"] = Calibration(entry.absmax, entry.absmax, entry.absmax, mean)
+                found[f"{layer.module}.{kind}"] = Calibration(
+                    entry.absmax, entry.absmax_centered or 0.0, entry.absmax_rotated or 0.0, mean
+                )
         return found
 
     def write(self, path: Path) -> None:

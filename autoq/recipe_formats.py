@@ -38,6 +38,8 @@ class FormatEntry(Strict):
     )
     residual: int = Field(default=0, ge=0, lt=2**31, description="KV: newest tokens kept in 16 bit")
     sink: int = Field(default=0, ge=0, lt=2**31, description="KV: first tokens kept in 16 bit")
+    tier: int = Field(default=0, ge=0, lt=2**31, description="KV: newest packed tokens in this format")
+    older: str | None = Field(default=None, description="KV: the format that tokens go over to after those")
     center: bool = Field(default=False, description="KV: around a static mean per head and channel")
     rotate: bool = Field(default=False, description="KV: rotated along head_dim by a normalized Hadamard matrix")
     activation: str | None = Field(default=None, description="format of the layer's input")
@@ -57,7 +59,7 @@ def describe(fmt: Format | KVFormat) -> FormatEntry:
     }
     if isinstance(fmt, KVFormat):
         entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink,
-                  "center": fmt.center, "rotate": fmt.rotate}  # fmt: skip
+                  "tier": fmt.tier, "older": fmt.older.name if fmt.older else None, "center": fmt.center, "rotate": fmt.rotate}  # fmt: skip
     return FormatEntry(**entry)  # type: ignore[arg-type]
 
 
@@ -74,7 +76,15 @@ def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
     if entry.center and entry.rotate:
         raise UserError(f"the format {name} is both rotated and around a mean: autoq has either")
     values, axis = _block_format(name, entry), entry.axis or "token"
-    return KVFormat(name, values, axis, calibration, entry.residual, entry.sink, entry.center, entry.rotate)
+    older = None
+    if entry.older is not None:
+        others = {n: e for n, e in entries.items() if n != name}  # a format that leads back to itself is not there
+        if entry.older not in others:
+            raise unknown(f"older format of {name}:", entry.older, others)
+        older = kv_format_of(entry.older, others)
+    return KVFormat(
+        name, values, axis, calibration, entry.residual, entry.sink, entry.center, entry.rotate, entry.tier if older else 0, older
+    )
 
 
 def encode_mean(mean: torch.Tensor | None) -> str | None:

@@ -44,6 +44,7 @@ def arguments(about: str | None, out: str, samples: int, correct: int) -> argpar
     parser.add_argument("--samples", type=int, default=samples)
     parser.add_argument("--correct", type=int, default=correct)
     parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--kept", type=Path, help="results of another of these benchmarks: uniform formats are not measured again")
     parser.add_argument("--dtype", default="float32")
     return parser
 
@@ -53,7 +54,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "commit": commit, "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "text": [Path(args.calib).name, Path(args.eval).name],
+        "text": [Path(args.calib).name, Path(args.eval).name], "samples": args.samples,
     }  # fmt: skip
 
 
@@ -79,6 +80,18 @@ def fit_text(sequences: int) -> str:
     return f"profile {sequences}"
 
 
+def uniform_measurements(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what another benchmark measured of uniform formats; caches only with a profile of as many sequences, which calibrates them."""
+    results = json.loads(path.read_text())
+    kinds = {"weight"} | ({"key", "value", "kv"} if results.get("samples") == args.samples else set())
+
+    def is_uniform(key: str) -> bool:
+        words = key.partition("/")[2].split()
+        return len(words) == 2 and words[0] in kinds
+
+    return {key: found for key, found in results["measurements"].items() if key == "noise" or is_uniform(key)}
+
+
 class Bench:
     """The model, its texts, its profile, and the measurements made so far.
 
@@ -89,6 +102,7 @@ class Bench:
         self.out: Path = args.out
         self.kept: dict[str, Any] = json.loads(self.out.read_text())["measurements"] if self.out.is_file() else {}
         source = model_source(args.model)
+        self.kept = {**(uniform_measurements(args.kept, args) if args.kept else {}), **self.kept}
         tokenizer = load_tokenizer(source)
         self.model = load_model(source, "cpu", args.dtype)
         self.units = find_units(self.model)

@@ -23,7 +23,7 @@ from autoq.kernels.elements import to_float32
 from autoq.kernels.encode import element_constants
 from autoq.kernels.launch import interpreted, tile
 
-TILE_VALUES = 1 << 11  # of K (then of V) decoded at a time on a GPU, in at least 16 tokens: what registers hold
+TILE_VALUES = 1 << 11  # of K (then of V) decoded at a time on a GPU, half as many in float32, in at least 16 tokens: what registers hold
 PROGRAMS = 512  # what keeps a large GPU busy
 MOST_REGISTERS = 255  # a thread; left to itself ptxas stops at 128 or 168 and spills the rest
 NOTHING = {
@@ -98,11 +98,11 @@ def read_tokens(codes_ptr, scales_ptr, zeros_ptr, tensor_ptr, sink_ptr, recent_p
         blocks = (head_dim + BLOCK - 1) // BLOCK
         block = row * blocks + dim[None, :] // BLOCK
     value = read_elements(
-        codes_ptr + (owner * room + row) * row_bytes, zeros_ptr + owner * zero_bytes, index, row_bytes, first_zero + block, zero_bytes,
+        codes_ptr + owner * room * row_bytes + row * row_bytes, zeros_ptr + owner * zero_bytes, index, row_bytes, first_zero + block, zero_bytes,
         is_packed, IS_FLOAT, ASYMMETRIC, BITS, MANTISSA, BIAS, MIN_NORMAL, LARGEST,
     )  # fmt: skip
     if SCALE != "none":
-        scale = read_scale(scales_ptr, owner * room * blocks + block, is_packed, SCALE)
+        scale = read_scale(scales_ptr + owner * room * blocks, block, is_packed, SCALE)
         if HAS_TENSOR:
             scale = scale * tl.load(tensor_ptr)
         value = value * scale
@@ -226,7 +226,8 @@ def attention(
     asked = rotate(asked) if key.fmt.rotate else asked
     asked = asked.reshape(batch, kv_heads, group, head_dim).contiguous()
     padded, members = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(group))
-    size = max(16, TILE_VALUES // padded) if not on_cpu else max(16, min(1024, triton.next_power_of_2(max(total, 1))))
+    values = TILE_VALUES // 2 if dtype == torch.float32 else TILE_VALUES
+    size = max(16, values // padded) if not on_cpu else max(16, min(1024, triton.next_power_of_2(max(total, 1))))
     if splits is None:
         splits = 1 if on_cpu else max(1, min(triton.cdiv(total, 4 * size), triton.cdiv(PROGRAMS, batch * kv_heads)))
     stretch = triton.cdiv(triton.cdiv(max(total, 1), splits), size) * size

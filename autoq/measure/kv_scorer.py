@@ -5,30 +5,41 @@ in expectation the sum of the squares, and that has far less spread than the squ
 (chi-square with one degree of freedom). docs/log.md compares both.
 
 For a format that keeps recent tokens in 16 bit only the pairs of a query and a token that it reads quantized count: the
-gradient over the other pairs is taken off first (`raw_pair_gradients`).
+gradient over the other pairs is taken off first (`pair_gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from autoq.codec import cache_versions
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import KVFormat
 from autoq.formats.reference import fit_blocks, rounding_error
 from autoq.formats.rotation import rotate
 from autoq.measure.cache_statistics import CacheStatistics
-from autoq.model.kv_visibility import attend_mixed, quantized_pairs
+from autoq.model.kv_visibility import attend_mixed, version_pairs
 
 AT_ONCE = 1 << 19  # values scored in one go: what stays in the processor's cache
-Pattern = tuple[str, int | None, int, int]
+Pattern = tuple[int, ...]
+Part = tuple[Pattern, int]  # of the pairs of a query and a token: those read in 16 bit (0), or in the older format number 1, 2 ...
 
 
 def pattern(fmt: KVFormat) -> Pattern:
     """What the visibility of a format depends on."""
-    return fmt.axis, fmt.values.block if fmt.axis == "channel" else None, fmt.residual, fmt.sink
+    return fmt.sink, fmt.residual, *(n for one in fmt.chain for n in (one.unit, one.tier))
+
+
+def parts_of(formats: Iterable[KVFormat]) -> dict[Part, KVFormat]:
+    """Return the parts of the pairs whose gradients are needed apart, each with a format that has it."""
+    found: dict[Part, KVFormat] = {}
+    for fmt in formats:
+        if not fmt.is_causal:
+            found |= {(pattern(fmt), i): fmt for i in range(len(fmt.chain))}
+    return found
 
 
 class KVScorer:
@@ -52,12 +63,12 @@ class KVScorer:
             [relative_error.get(f.name, 0.0) * squared_norm for f in self.formats], dtype=torch.float64
         )
 
-    def score(self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor]) -> torch.Tensor:
+    def score(self, x: torch.Tensor, gradient: torch.Tensor, apart: dict[Part, torch.Tensor]) -> torch.Tensor:
         """Return the summed squares, [formats, batch], from K or V and its gradient.
 
         Both are [batch, KV heads, tokens, head_dim].
 
-        `raw` holds, for each visibility pattern that is not causal, the part of the gradient over pairs read in 16 bit.
+        `apart` holds, for each visibility pattern that is not causal, the gradient over the pairs read in 16 bit or in an older format.
         """
         x = x.to(torch.float32)
         self.statistics = self.statistics.with_values(x)
@@ -65,19 +76,26 @@ class KVScorer:
         self.squared_norm += float(torch.dot(x.flatten(), x.flatten()))
         step = max(1, AT_ONCE // x[0].numel())
         parts = [slice(i, i + step) for i in range(0, len(x), step)]
-        return torch.cat([self._score(x[p], gradient[p], {key: r[p] for key, r in raw.items()}, calibration) for p in parts], dim=1)
+        return torch.cat(
+            [self._score(x[p], gradient[p], {key: g[p] for key, g in apart.items()}, calibration) for p in parts], dim=1
+        )
 
     def _score(
-        self, x: torch.Tensor, gradient: torch.Tensor, raw: dict[Pattern, torch.Tensor], calibration: Calibration
+        self, x: torch.Tensor, gradient: torch.Tensor, apart: dict[Part, torch.Tensor], calibration: Calibration
     ) -> torch.Tensor:
         heads = x.shape[1]
-        layouts: dict[tuple[Pattern, bool, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        layouts: dict[tuple[Part, bool, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         scores = []
         for i, fmt in enumerate(self.formats):
-            visible = pattern(fmt)
+            visible = (pattern(fmt), 0)
+            if fmt.older is not None:
+                error, square = _score_tiers(fmt, x, gradient, apart, calibration)
+                self.squared_error[i] += error
+                scores.append(square)
+                continue
             key = (visible, fmt.center, fmt.rotate)
             if key not in layouts:
-                seen = (gradient - raw[visible] if visible in raw else gradient).to(torch.float32)
+                seen = (gradient - apart[visible] if visible in apart else gradient).to(torch.float32)
                 given = x - calibration.mean_like(x) if fmt.center else x
                 if fmt.rotate:  # inner products are the same between rotated tensors
                     given, seen = rotate(given), rotate(seen)
@@ -113,8 +131,24 @@ def _lay_out(x: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     return x[:, :, :whole].permute(0, 2, 1, 3).flatten(2).contiguous()
 
 
-def raw_pair_gradients(
+def _score_tiers(
+    fmt: KVFormat, x: torch.Tensor, gradient: torch.Tensor, apart: dict[Part, torch.Tensor], calibration: Calibration
+) -> tuple[float, torch.Tensor]:
+    """Return (squared error of the oldest form, summed squares [batch]) of a format whose tokens go over to others as they age."""
+    own = gradient.to(torch.float32)
+    for i in range(len(fmt.chain)):
+        own = own - apart[pattern(fmt), i]
+    products, delta = torch.zeros_like(x), x
+    for i, version in enumerate(cache_versions(x, fmt, calibration)):
+        delta = version - x
+        products += delta * (own if i == 0 else apart[pattern(fmt), i])
+    by_token = products.sum(3).flatten(1)
+    return float(delta.square().sum()), torch.linalg.vecdot(by_token, by_token)
+
+
+def pair_gradients(
     fmt: KVFormat,
+    part: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -123,7 +157,7 @@ def raw_pair_gradients(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts of dL/dK and dL/dV that come from pairs which this format reads in 16 bit.
+    """Return dL/dK and dL/dV over one part of the pairs: those which this format reads in 16 bit (0), or in its older format 1, 2 ...
 
     Args:
         query [batch, heads, tokens, head_dim]; key, value [batch, KV heads, tokens, head_dim]; output and its gradient
@@ -131,13 +165,14 @@ def raw_pair_gradients(
     """
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     plain = mask is None and options.get("softcap") is None and options.get("s_aux") is None
-    if plain and fmt.axis == "channel" and fmt.residual == 0 and fmt.sink == 0 and fmt.values.block:
+    if plain and fmt.axis == "channel" and fmt.residual == 0 and fmt.sink == 0 and fmt.values.block and fmt.older is None:
         return _group_gradients(fmt.values.block, query, key, value, output, d_output, scaling)
     with torch.enable_grad():
         live_key, live_value = key.detach().requires_grad_(), value.detach().requires_grad_()
-        pairs = ~quantized_pairs(fmt, query.shape[2], key.shape[2], key.device)
+        versions = version_pairs(fmt, query.shape[2], key.shape[2], key.device)
+        pairs = versions[part] if part else ~torch.stack(versions).any(0)
         softcap, sinks = options.get("softcap"), options.get("s_aux")
-        out = attend_mixed(query, key, value, live_key, live_value, pairs, pairs, mask, scaling, softcap, sinks)
+        out = attend_mixed(query, key, value, [(live_key, pairs)], [(live_value, pairs)], mask, scaling, softcap, sinks)
         grads = torch.autograd.grad(out, (live_key, live_value), d_output)
     return grads[0], grads[1]
 

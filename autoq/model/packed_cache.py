@@ -51,7 +51,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         return self.key.read()[:, :, -visible:], self.value.read()[:, :, -visible:]
 
     def _is_lazy(self, new: int) -> bool:
-        return new == 1 and self.key.attends and not (self.key.fmt.is_original and self.value.fmt.is_original)
+        return new == 1 and self.key.attends and self.value.attends and not (self.key.fmt.is_original and self.value.fmt.is_original)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens held."""
@@ -158,7 +158,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
             backend: what encodes and decodes; by default the kernels on a GPU, the reference elsewhere.
             max_tokens: length to take memory for at the first token; the cache still grows beyond it.
 
-        Raises UserError for a channel format whose sink is no whole number of groups, or zero points of odd width.
+        Raises UserError for zero points of odd width.
         """
         layers: list[Any] = list(DynamicCache(config=config).layers)
         count = config.get_text_config(decoder=True).num_hidden_layers
@@ -168,13 +168,10 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
                 continue  # the state of a linear-attention layer
             formats = key_value.get(index, (ORIGINAL, ORIGINAL))
             for fmt in formats:
-                if fmt.axis == "channel" and fmt.sink % (fmt.values.block or 1):
-                    raise UserError(
-                        f"{fmt.name}: a cache packs whole groups of {fmt.values.block} tokens, give a sink that is a multiple"
-                    )
-                element = fmt.values.element
-                if isinstance(element, IntElement) and element.asymmetric and 8 % element.bits:
-                    raise UserError(f"{fmt.name}: a cache holds zero points of 2, 4 or 8 bits, not {element.bits}")
+                for one in fmt.chain:
+                    element = one.values.element
+                    if isinstance(element, IntElement) and element.asymmetric and 8 % element.bits:
+                        raise UserError(f"{fmt.name}: a cache holds zero points of 2, 4 or 8 bits, not {element.bits}")
             sliding = isinstance(layer, DynamicSlidingWindowLayer)
             reserve = min(max_tokens, 2 * layer.sliding_window) if sliding else max_tokens
             known = calibration.get(index, (Calibration(), Calibration()))
@@ -207,11 +204,11 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         a step may therefore end before the token that brings that about, but not go over it.
         """
         formats = {side.fmt for layer in self.packed_layers for side in (layer.key, layer.value)}
-        changes = [(f.values.block or 1 if f.axis == "channel" else 1, f.residual) for f in formats if not f.is_original]
-        moving = [(unit, residual) for unit, residual in changes if unit > 1 or residual]
+        moving = [f for f in formats if not f.is_original and (f.unit > 1 or f.residual or f.older)]
 
         def starts_step(token: int) -> bool:
-            return any(token + 1 > residual and (token + 1 - residual) % unit == 0 for unit, residual in moving)
+            """True if packing, or going over to an older format, is done differently with this token than without it."""
+            return any(_moves(f, token) for f in moving)
 
         sizes: list[int] = []
         for token in range(tokens):
@@ -229,3 +226,10 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes that all packed layers hold."""
         return sum(layer.nbytes for layer in self.packed_layers)
+
+
+def _moves(fmt: KVFormat, token: int) -> bool:
+    before, after = fmt.packed_tokens(token), fmt.packed_tokens(token + 1)
+    if fmt.unit == 1 and not fmt.residual:  # a token that is packed as it comes in changes nothing for those before it
+        return before[1:] != after[1:]
+    return before != after

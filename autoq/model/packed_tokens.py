@@ -74,35 +74,33 @@ class PackedTokens:
 
     def clear(self) -> None:
         """Forget everything."""
-        units = -(-self.reserve // self.unit)
+        units = -(-self.reserve // self.fmt.unit)
         element = self.fmt.values.element
         has_zeros = isinstance(element, IntElement) and element.asymmetric
         self.codes, self.scales = Growing(units), Growing(units)
         self.zeros = GrowingCodes(element.bits, units) if has_zeros and element is not None else None
-        self.recent = Growing(self.reserve if self.fmt.is_original else self.fmt.residual + 2 * self.unit)
+        self.recent = Growing(self.reserve if self.fmt.is_original else self.fmt.residual + 2 * self.fmt.unit)
         self.sink: torch.Tensor | None = None
+        older = self.fmt.older
+        self.older = None if older is None else PackedTokens(older, self.calibration, self.backend, self.reserve)
         self._tensor_scale: torch.Tensor | None = None
         self._mean: torch.Tensor | None = None  # float32 [KV heads, 1, head_dim]
         self._sunk = 0  # tokens that went into the sink; a window may have left them behind
 
     @property
-    def unit(self) -> int:
-        """Tokens that are packed together."""
-        return (self.fmt.values.block or 1) if self.fmt.axis == "channel" else 1
-
-    @property
     def attends(self) -> bool:
         """True if attention may read the bytes as they are."""
-        return self.backend is not None and self.backend.attends
+        return self.backend is not None and self.backend.attends and self.older is None
 
     @property
     def packed(self) -> int:
-        """Number of packed tokens."""
-        return self.codes.length * self.unit
+        """Number of packed tokens that have not gone over to an older format."""
+        return self.codes.length * self.fmt.unit
 
     @property
     def tokens(self) -> int:
-        return self.packed + self.recent.length + (0 if self.sink is None else self.sink.shape[2])
+        aged = 0 if self.older is None else self.older.tokens
+        return aged + self.packed + self.recent.length + (0 if self.sink is None else self.sink.shape[2])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -122,6 +120,7 @@ class PackedTokens:
         if self.recent.memory is None:
             return 0
         total = 2 * self.recent.used.numel() + (0 if self.sink is None else 2 * self.sink.numel())
+        total += 0 if self.older is None else self.older.nbytes
         if not self.codes.length:
             return total
         stored = [self.codes.used] + ([] if self.fmt.values.scale == "none" else [self.scales.used])
@@ -143,7 +142,7 @@ class PackedTokens:
             self.sink = first if self.sink is None else torch.cat([self.sink, first], dim=2)
             self._sunk += first.shape[2]
         held = self.recent.length
-        ready = 0 if self.fmt.is_original else max(0, held + x.shape[2] - self.fmt.residual) // self.unit * self.unit
+        ready = 0 if self.fmt.is_original else max(0, held + x.shape[2] - self.fmt.residual) // self.fmt.unit * self.fmt.unit
         if ready:
             waiting = min(held, ready)
             parts = [self.recent.used[:, :, :waiting]] if waiting else []
@@ -151,12 +150,24 @@ class PackedTokens:
             self.recent.drop_first(waiting)
             x = x[:, :, ready - waiting :]
         self.recent.append(x)
+        if self.older is not None and self.fmt.older is not None:
+            unit = math.lcm(self.fmt.unit, self.fmt.older.unit)
+            aged = max(0, self.packed - self.fmt.tier) // unit * unit
+            if aged:
+                self.older.append(self._restored(self._decode()[:, :, :aged]))
+                for part in self._stored:
+                    part.drop_first(aged // self.fmt.unit)
 
     def read(self) -> torch.Tensor:
         """Return all tokens as attention reads them, in the dtype they came in."""
-        parts = [self.sink, self._decode() if self.codes.length else None, self.recent.used]
-        found = [p for p in parts if p is not None and p.shape[2]]
-        values = torch.cat(found, dim=2) if len(found) > 1 else (found or [self.recent.used])[0]
+        sink = None if self.sink is None else self._restored(self.sink)
+        aged = None if self.older is None or not self.older.values_held else self.older.read()
+        packed = self._restored(self._decode()) if self.codes.length else None
+        recent = self._restored(self.recent.used)
+        found = [p for p in (sink, aged, packed, recent) if p is not None and p.shape[2]]
+        return torch.cat(found, dim=2) if len(found) > 1 else (found or [recent])[0]
+
+    def _restored(self, values: torch.Tensor) -> torch.Tensor:
         return rotate(values) if self.fmt.rotate else values
 
     def cached(self) -> CachedTokens:
@@ -176,26 +187,36 @@ class PackedTokens:
         if extra > 0 and self.sink is not None and self.sink.shape[2]:
             dropped = min(extra, self.sink.shape[2])
             self.sink, extra = self.sink[:, :, dropped:], extra - dropped
+        if extra > 0 and self.older is not None and self.older.values_held:
+            before = self.older.tokens
+            self.older.keep_last(max(0, before - extra))
+            extra -= before - self.older.tokens
+            if self.older.tokens:
+                return
         if extra > 0 and self.codes.length:
-            units = min(extra // self.unit, self.codes.length)
+            units = min(extra // self.fmt.unit, self.codes.length)
             for part in self._stored:
                 part.drop_first(units)
-            extra -= units * self.unit
+            extra -= units * self.fmt.unit
         if extra > 0 and not self.codes.length:
-            self.recent.drop_first(min(extra, self.recent.length) // self.unit * self.unit)
+            self.recent.drop_first(min(extra, self.recent.length) // self.fmt.unit * self.fmt.unit)
 
     def drop_last(self, tokens: int) -> None:
         """Forget the newest tokens; those of a group that is cut are read back into 16 bit."""
         if tokens > self.recent.length and self.codes.length:
-            units = min(-(-(tokens - self.recent.length) // self.unit), self.codes.length)
+            units = min(-(-(tokens - self.recent.length) // self.fmt.unit), self.codes.length)
             left = self.codes.length - units
-            tail = torch.cat([self._decode()[:, :, left * self.unit :], self.recent.used], dim=2)
+            tail = torch.cat([self._decode()[:, :, left * self.fmt.unit :], self.recent.used], dim=2)
             for part in self._stored:
                 part.drop_last(units)
             self.recent.drop_last(self.recent.length)
             self.recent.append(tail)
         beyond = tokens - self.recent.length
         self.recent.drop_last(min(tokens, self.recent.length))
+        if beyond > 0 and self.older is not None and self.older.values_held:
+            aged = min(beyond, self.older.tokens)
+            self.older.drop_last(aged)
+            beyond -= aged
         if beyond > 0 and self.sink is not None:
             self.sink = self.sink[:, :, : max(0, self.sink.shape[2] - beyond)]
             self._sunk = self.sink.shape[2]
@@ -204,6 +225,8 @@ class PackedTokens:
         """Take these rows of the batch, in this order (beam search)."""
         for part in (*self._stored, self.recent):
             part.select(batch)
+        if self.older is not None:
+            self.older.select(batch)
         self.sink = None if self.sink is None else self.sink.index_select(0, batch.to(self.sink.device))
 
     @property
@@ -215,10 +238,10 @@ class PackedTokens:
         """x [batch, KV heads, whole units of tokens, head_dim]."""
         assert self.backend is not None
         batch, heads, tokens = x.shape[:3]
-        units = tokens // self.unit
+        units = tokens // self.fmt.unit
         if self._mean is not None:
             x = (x - self._mean).to(x.dtype)
-        rows = x.unflatten(2, (units, self.unit))
+        rows = x.unflatten(2, (units, self.fmt.unit))
         rows = rows.transpose(3, 4) if self.fmt.axis == "channel" else rows
         packed = self.backend.encode(self.fmt.values, rows.reshape(-1, rows.shape[-1]), self._static)
         assert packed.scales is not None
@@ -233,7 +256,7 @@ class PackedTokens:
         assert self.backend is not None
         batch, heads, units, rows, _ = self.codes.used.shape
         _, _, _, head_dim = self.shape
-        width = self.unit if self.fmt.axis == "channel" else head_dim
+        width = self.fmt.unit if self.fmt.axis == "channel" else head_dim
         count = batch * heads * units * rows
         zero = None if self.zeros is None else self.zeros.used.reshape(count, -1)
         stream = None if zero is None or self.zeros is None else pack_bits(zero.flatten(), self.zeros.bits)
@@ -241,5 +264,5 @@ class PackedTokens:
         packed = Packed(self.fmt.values, (count, width), self.codes.used.reshape(count, -1), scales, stream)
         values = self.backend.decode(packed).view(batch, heads, units, rows, width)
         values = values.transpose(3, 4) if self.fmt.axis == "channel" else values
-        values = values.reshape(batch, heads, units * self.unit, head_dim).to(self.recent.used.dtype)
+        values = values.reshape(batch, heads, units * self.fmt.unit, head_dim).to(self.recent.used.dtype)
         return values if self._mean is None else (values + self._mean).to(values.dtype)

@@ -14,7 +14,7 @@ from autoq import codec
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.model.attention import AttentionFunction, AttentionHandler, intercepted
-from autoq.model.kv_visibility import attend_mixed, quantized_pairs
+from autoq.model.kv_visibility import attend_mixed, version_pairs
 from autoq.model.unit import ModelUnits
 
 
@@ -93,15 +93,15 @@ def _handler(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) 
         if module not in by_module:
             return attend(module, query, key, value, mask, **options)
         (key_format, of_keys), (value_format, of_values) = by_module[module]["key"], by_module[module]["value"]
-        new_key = codec.fake_quantize_cache(key, key_format, of_keys)
-        new_value = codec.fake_quantize_cache(value, value_format, of_values)
+        new_keys = codec.cache_versions(key, key_format, of_keys)
+        new_values = codec.cache_versions(value, value_format, of_values)
         if key_format.is_causal and value_format.is_causal:
-            return attend(module, query, new_key, new_value, mask, **options)
+            return attend(module, query, new_keys[0], new_values[0], mask, **options)
         queries, tokens = query.shape[2], key.shape[2]
-        key_pairs = quantized_pairs(key_format, queries, tokens, key.device)
-        value_pairs = quantized_pairs(value_format, queries, tokens, key.device)
+        keys = list(zip(new_keys, version_pairs(key_format, queries, tokens, key.device), strict=True))
+        values = list(zip(new_values, version_pairs(value_format, queries, tokens, key.device), strict=True))
         scaling = options.get("scaling") or query.shape[-1] ** -0.5
         softcap, sinks = options.get("softcap"), options.get("s_aux")
-        return attend_mixed(query, key, value, new_key, new_value, key_pairs, value_pairs, mask, scaling, softcap, sinks), None
+        return attend_mixed(query, key, value, keys, values, mask, scaling, softcap, sinks), None
 
     return handle

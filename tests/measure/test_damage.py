@@ -18,11 +18,11 @@ from autoq.formats.format import KVFormat
 from autoq.measure import damage, weight_scorer
 from autoq.measure.cache_statistics import CacheStatistics
 from autoq.measure.damage import Candidates, DamageScorer
-from autoq.measure.kv_scorer import raw_pair_gradients
+from autoq.measure.kv_scorer import pair_gradients
 from autoq.measure.labels import label_gradient
 from autoq.model.attention import intercepted
 from autoq.model.head import Head, hidden_states
-from autoq.model.kv_visibility import attend_mixed, quantized_pairs
+from autoq.model.kv_visibility import attend_mixed, version_pairs
 from autoq.model.quantized import Assignment, quantized
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
@@ -38,7 +38,10 @@ CACHES = tuple(
         "int4_token",
         "int4_channel",
         "int2_token+residual8",
-        "int4_channel+sink2",
+        "int4_token+sink2",
+        "int8_token+tier9>int4_token",
+        "nvfp4+residual4+sink3+tier5>int2_token+tier8>int2_token",
+        "int8_token+tier3>int4_channel",
         "nvfp4_rotate",
         "nvfp4_affine",
         "fp8_affine+residual8",
@@ -154,26 +157,30 @@ def test_activation_formats_add_the_inputs_part(llama: PreTrainedModel, ids: tor
 
 def live_attention(model: PreTrainedModel, ids: torch.Tensor, seed: int, unit_module: str, fmt: KVFormat, kind: str) -> float:
     """Root of the sum over tokens and heads of <dL/dX', Q(X) - X>^2; X' enters only the pairs that the format reads quantized."""
-    found: dict[str, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
+    lives: list[torch.Tensor] = []
 
     def handle(module: Any, query: Any, key: Any, value: Any, mask: Any, attend: Any, **options: Any) -> Any:
         if module is not model.get_submodule(unit_module):
             return attend(module, query, key, value, mask, **options)
         x = key if kind == "key" else value
-        live = x.detach().clone().requires_grad_()
-        pairs, none = quantized_pairs(fmt, x.shape[2], x.shape[2], x.device), torch.zeros(x.shape[2], x.shape[2], dtype=torch.bool)
-        found.update(x=x.detach(), live=live)
-        keys, values = (live, value) if kind == "key" else (key, live)
-        sides = (pairs, none) if kind == "key" else (none, pairs)
+        found.append(x.detach())
+        lives.extend(x.detach().clone().requires_grad_() for _ in fmt.chain)
+        versions = list(zip(lives, version_pairs(fmt, x.shape[2], x.shape[2], x.device), strict=True))
+        sides = (versions, []) if kind == "key" else ([], versions)
         sinks = options.get("s_aux")
-        return attend_mixed(query, key, value, keys, values, *sides, mask, options["scaling"], None, sinks), None
+        return attend_mixed(query, key, value, *sides, mask, options["scaling"], None, sinks), None
 
     labels = labels_by_quantile(model, ids, seed)
     with intercepted(model, handle):
         torch.nn.functional.cross_entropy(model(ids).logits[0], labels, reduction="sum").backward()
-    delta = codec.fake_quantize_cache(found["x"], fmt, CacheStatistics().with_values(found["x"]).calibration()) - found["x"]
-    assert found["live"].grad is not None
-    return float((found["live"].grad * delta).sum(-1).square().sum().sqrt())
+    x = found[0]
+    total, version = torch.zeros_like(x), x
+    for live, one in zip(lives, fmt.chain, strict=True):
+        version = codec.fake_quantize_cache(version, one, CacheStatistics().with_values(x).calibration())
+        assert live.grad is not None
+        total += live.grad * (version - x)
+    return float(total.sum(-1).square().sum().sqrt())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
@@ -193,11 +200,10 @@ def test_fast_diagonal_blocks_equal_the_general_way() -> None:
     q = torch.randn(2, 6, 70, 16, generator=generator)
     k, v = (torch.randn(2, 2, 70, 16, generator=generator) for _ in range(2))
     d_out = torch.randn(2, 70, 6, 16, generator=generator)
-    nothing = torch.zeros(70, 70, dtype=torch.bool)
-    out = attend_mixed(q, k, v, k, v, nothing, nothing, None, 0.25)
+    out = attend_mixed(q, k, v, [], [], None, 0.25)
     fmt = kv_format("int4_channel")
-    fast = raw_pair_gradients(fmt, q, k, v, out, d_out, None, {"scaling": 0.25})
-    general = raw_pair_gradients(fmt, q, k, v, out, d_out, torch.ones(70, 70, dtype=torch.bool).tril(), {"scaling": 0.25})
+    fast = pair_gradients(fmt, 0, q, k, v, out, d_out, None, {"scaling": 0.25})
+    general = pair_gradients(fmt, 0, q, k, v, out, d_out, torch.ones(70, 70, dtype=torch.bool).tril(), {"scaling": 0.25})
     for a, b in zip(fast, general, strict=True):  # the incomplete group is never packed, its gradient is not used
         torch.testing.assert_close(a[:, :, :64], b[:, :, :64], rtol=1e-4, atol=1e-5)
 

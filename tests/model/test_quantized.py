@@ -107,7 +107,7 @@ def test_activation_formats_round_the_input_too(llama: PreTrainedModel, ids: tor
     assert not torch.equal(weights_only, both)
 
 
-@pytest.mark.parametrize("name", [*KV_FORMATS, "int4_token+residual8", "int2_channel+residual5+sink2", "fp8_cast+sink3"])
+@pytest.mark.parametrize("name", [*KV_FORMATS, "int4_token+residual8", "int2_channel+residual5+sink32", "fp8_cast+sink3"])
 def test_one_teacher_forced_pass_equals_decoding_token_by_token(name: str, ids: torch.Tensor) -> None:
     """A cache that packs tokens as they age, read one query at a time, gives the logits of the single pass.
 
