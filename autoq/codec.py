@@ -100,6 +100,9 @@ def fake_quantize_cache(x: torch.Tensor, fmt: KVFormat, calibration: Calibration
         mean = calibration.mean_like(x)
         around = replace(calibration, absmax=calibration.centered)
         return (fake_quantize_cache((x - mean).to(x.dtype), replace(fmt, center=False), around) + mean).to(x.dtype)
+    if fmt.refresh:
+        static = calibration.by_token(fmt, x.abs().amax((1, 3)).to(torch.float32))
+        static = static.unsqueeze(1).expand(x.shape[:3]).reshape(-1, 1)
     if fmt.axis == "token":
         return reference.fake_quantize(fmt.values, x.reshape(-1, x.shape[-1]), absmax=static).view(x.shape).to(x.dtype)
     whole = x.shape[2] - x.shape[2] % (fmt.values.block or 1)

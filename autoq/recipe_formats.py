@@ -38,6 +38,7 @@ class FormatEntry(Strict):
     )
     residual: int = Field(default=0, ge=0, lt=2**31, description="KV: newest tokens kept in 16 bit")
     sink: int = Field(default=0, ge=0, lt=2**31, description="KV: first tokens kept in 16 bit")
+    refresh: int = Field(default=0, ge=0, lt=2**31, description="KV: the static scale is recomputed every so many tokens")
     tier: int = Field(default=0, ge=0, lt=2**31, description="KV: newest packed tokens in this format")
     older: str | None = Field(default=None, description="KV: the format that tokens go over to after those")
     center: bool = Field(default=False, description="KV: around a static mean per head and channel")
@@ -59,7 +60,7 @@ def describe(fmt: Format | KVFormat) -> FormatEntry:
     }
     if isinstance(fmt, KVFormat):
         entry |= {"axis": fmt.axis, "static_scale": fmt.calibration, "residual": fmt.residual, "sink": fmt.sink,
-                  "tier": fmt.tier, "older": fmt.older.name if fmt.older else None, "center": fmt.center, "rotate": fmt.rotate}  # fmt: skip
+                  "refresh": fmt.refresh, "tier": fmt.tier, "older": fmt.older.name if fmt.older else None, "center": fmt.center, "rotate": fmt.rotate}  # fmt: skip
     return FormatEntry(**entry)  # type: ignore[arg-type]
 
 
@@ -83,7 +84,17 @@ def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
             raise unknown(f"older format of {name}:", entry.older, others)
         older = kv_format_of(entry.older, others)
     return KVFormat(
-        name, values, axis, calibration, entry.residual, entry.sink, entry.center, entry.rotate, entry.tier if older else 0, older
+        name,
+        values,
+        axis,
+        calibration,
+        entry.residual,
+        entry.sink,
+        entry.center,
+        entry.rotate,
+        entry.tier if older else 0,
+        older,
+        entry.refresh,
     )
 
 

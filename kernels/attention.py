@@ -23,7 +23,9 @@ from autoq.kernels.elements import to_float32
 from autoq.kernels.encode import element_constants
 from autoq.kernels.launch import interpreted, tile
 
-TILE_VALUES = 1 << 11  # of K (then of V) decoded at a time on a GPU, half as many in float32, in at least 16 tokens: what registers hold
+TILE_VALUES = (
+    1 << 11
+)  # of K (then of V) decoded at a time on a GPU, half as many in float32, in at least 16 tokens: what registers hold
 PROGRAMS = 512  # what keeps a large GPU busy
 MOST_REGISTERS = 255  # a thread; left to itself ptxas stops at 128 or 168 and spills the rest
 NOTHING = {

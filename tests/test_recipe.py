@@ -53,7 +53,7 @@ def test_a_recipe_reads_back_as_it_was_written(recipe_path: Path) -> None:
 def test_every_format_is_written_out_in_full() -> None:
     for name, fmt in WEIGHT_FORMATS.items():
         assert format_of(name, {name: describe(fmt)}) == fmt
-    for name in [*KV_FORMATS, "int2_channel+residual128+sink32"]:
+    for name in [*KV_FORMATS, "int2_channel+residual128+sink32", "nvfp4+refresh256"]:
         assert nameless(kv_format_of(name, {name: describe(kv_format(name))})) == nameless(kv_format(name))
     tiers = kv_format("nvfp4_rotate+sink4+tier512>int8_token+tier64>int4_token")
     entries = {one.name: describe(one) for one in tiers.chain}

@@ -35,6 +35,19 @@ class Calibration:
             return None
         return torch.tensor(self.covered(fmt), dtype=torch.float32, device=like.device)
 
+    def by_token(self, fmt: KVFormat, magnitudes: torch.Tensor) -> torch.Tensor:
+        """Return the magnitude that the scale of every token covers where the format refreshes it, [batch, tokens].
+
+        Args:
+            magnitudes: float32 [batch, tokens], the largest of each token's values as they are encoded.
+        """
+        batch, tokens = magnitudes.shape
+        first = torch.full((batch, 1), self.covered(fmt), dtype=torch.float32, device=magnitudes.device)
+        after = magnitudes[:, fmt.sink :]
+        segments = torch.nn.functional.pad(after, (0, -after.shape[1] % fmt.refresh)).unflatten(1, (-1, fmt.refresh)).amax(2)
+        covered = torch.cat([first, segments[:, :-1]], dim=1).repeat_interleave(fmt.refresh, 1)[:, : after.shape[1]]
+        return torch.cat([first.expand(batch, min(fmt.sink, tokens)), covered], dim=1)
+
     def mean_like(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean [KV heads, 1, head_dim] on the device of x [batch, KV heads, tokens, head_dim], 0 where none was taken."""
         mean = torch.zeros(x.shape[1], x.shape[3]) if self.mean is None else self.mean.view(x.shape[1], x.shape[3])

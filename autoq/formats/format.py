@@ -142,6 +142,8 @@ class KVFormat:
             in the layer) or a number that stands for that largest value (the *_cast formats need no calibration).
         residual: the newest tokens, kept in 16 bit.
         sink: the first tokens, kept in 16 bit.
+        refresh: the static scale is recomputed every so many tokens after the sink, for every sequence, to cover the largest magnitude of
+            as many tokens before; the first of them are under the calibrated one. 0: never.
         tier, older: the newest `tier` of the packed tokens are in this format, those before them in the format `older`, which encodes
             what this one had made of them. Tokens go over in units that both formats pack whole.
         center: a static mean per head and channel is taken off before encoding and added after decoding; stored in float16.
@@ -158,8 +160,13 @@ class KVFormat:
     rotate: bool = False
     tier: int = 0
     older: KVFormat | None = None
+    refresh: int = 0
 
     def __post_init__(self) -> None:
+        if self.refresh and (self.axis == "channel" or self.calibration == "none"):
+            raise UserError(f"{self.name}: only static scales can be refreshed, and this format has none")
+        if self.refresh and self.older is not None:
+            raise UserError(f"{self.name}: tiers and refreshed scales do not go together")
         for fmt in self.chain:
             if self.sink % fmt.unit:
                 raise UserError(f"{self.name}: whole groups of {fmt.unit} tokens are packed, give a sink that is a multiple")
@@ -223,5 +230,7 @@ class KVFormat:
         for fmt, count in zip(self.for_head_dim(head_dim).chain, held, strict=True):
             if count:
                 shape = (kv_heads, count, head_dim) if fmt.axis == "token" else (kv_heads, head_dim, count)
+                refreshed = -(-count // fmt.refresh) - 1 if fmt.refresh else 0
+                bits += 32 * batch * refreshed
                 bits += batch * fmt.values.storage_bits(shape) + (16 * kv_heads * head_dim if fmt.center else 0)
         return bits

@@ -102,7 +102,7 @@ class KVScorer:
                 values = _lay_out(given, fmt)
                 layouts[key] = (values, -values, _lay_out(seen, fmt))
             values, negated, g = layouts[key]
-            delta = kv_rounding_error(fmt, values, negated, calibration)
+            delta = kv_rounding_error(fmt, values, negated, calibration, heads)
             self.squared_error[i] += float(torch.dot(delta.flatten(), delta.flatten()))
             products = delta * g
             by_token = products.sum(1) if fmt.axis == "token" else products.unflatten(2, (heads, -1)).sum(3).flatten(1)
@@ -110,7 +110,9 @@ class KVScorer:
         return torch.stack(scores) if scores else x.new_zeros(0, x.shape[0])
 
 
-def kv_rounding_error(fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor, calibration: Calibration) -> torch.Tensor:
+def kv_rounding_error(
+    fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor, calibration: Calibration, heads: int
+) -> torch.Tensor:
     """Return Q(x) - x for values [batch, along the blocks, others], in the same layout, centred or rotated already."""
     length, others = values.shape[1:]
     block = fmt.values.block or length
@@ -119,6 +121,9 @@ def kv_rounding_error(fmt: KVFormat, values: torch.Tensor, negated: torch.Tensor
         values, negated = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (values, negated))
     blocks, minus = (t.view(t.shape[0], -1, block, others) for t in (values, negated))
     static = calibration.static(fmt, values)
+    if fmt.refresh:
+        by_token = calibration.by_token(fmt, values.abs().amax(1).unflatten(1, (heads, -1)).amax(1))
+        static = by_token.repeat(1, heads).unsqueeze(1)  # [batch, 1, heads * tokens]
     scales = fit_blocks(fmt.values, blocks, 2, static)
     return rounding_error(fmt.values, blocks, minus, scales, 2).flatten(1, 2)[:, :length]
 

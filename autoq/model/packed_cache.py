@@ -51,7 +51,9 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         return self.key.read()[:, :, -visible:], self.value.read()[:, :, -visible:]
 
     def _is_lazy(self, new: int) -> bool:
-        return new == 1 and self.key.attends and self.value.attends and not (self.key.fmt.is_original and self.value.fmt.is_original)
+        return (
+            new == 1 and self.key.attends and self.value.attends and not (self.key.fmt.is_original and self.value.fmt.is_original)
+        )
 
     def get_seq_length(self) -> int:
         """Return the number of tokens held."""

@@ -12,10 +12,11 @@ import torch
 from autoq.formats import reference
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, IntElement, KVFormat
-from autoq.formats.reference import Packed, Scales
+from autoq.formats.reference import Packed, Scales, tensor_scale
 from autoq.formats.rotation import rotate
 from autoq.formats.rounding import pack_bits
 from autoq.model.growing import Growing, GrowingCodes
+from autoq.model.segments import Segments
 
 if TYPE_CHECKING:
     from autoq.kernels.attention import CachedTokens
@@ -85,12 +86,13 @@ class PackedTokens:
         self.older = None if older is None else PackedTokens(older, self.calibration, self.backend, self.reserve)
         self._tensor_scale: torch.Tensor | None = None
         self._mean: torch.Tensor | None = None  # float32 [KV heads, 1, head_dim]
+        self._segments: Segments | None = None
         self._sunk = 0  # tokens that went into the sink; a window may have left them behind
 
     @property
     def attends(self) -> bool:
         """True if attention may read the bytes as they are."""
-        return self.backend is not None and self.backend.attends and self.older is None
+        return self.backend is not None and self.backend.attends and self.older is None and not self.fmt.refresh
 
     @property
     def packed(self) -> int:
@@ -125,6 +127,7 @@ class PackedTokens:
             return total
         stored = [self.codes.used] + ([] if self.fmt.values.scale == "none" else [self.scales.used])
         means = 0 if self._mean is None else 2 * self._mean.numel()  # float16, once for all sequences
+        total += 0 if self._segments is None else self._segments.nbytes
         return total + means + sum(t.numel() * t.element_size() for t in stored) + (self.zeros.nbytes if self.zeros else 0)
 
     def append(self, x: torch.Tensor) -> None:
@@ -134,6 +137,8 @@ class PackedTokens:
             self.backend = self.backend or backend_for(x.device)
             self._static = self.calibration.static(self.fmt, x)
             self._mean = self.calibration.mean_like(x) if self.fmt.center else None
+            if self.fmt.refresh and self._static is not None:
+                self._segments = Segments(self.fmt.refresh, self._static, x.shape[0])
         if self.fmt.rotate:
             x = rotate(x)
         if self.fmt.sink and not self.fmt.is_original:
@@ -206,9 +211,12 @@ class PackedTokens:
         if tokens > self.recent.length and self.codes.length:
             units = min(-(-(tokens - self.recent.length) // self.fmt.unit), self.codes.length)
             left = self.codes.length - units
-            tail = torch.cat([self._decode()[:, :, left * self.fmt.unit :], self.recent.used], dim=2)
+            decoded = self._decode()
+            tail = torch.cat([decoded[:, :, left * self.fmt.unit :], self.recent.used], dim=2)
             for part in self._stored:
                 part.drop_last(units)
+            if self._segments is not None:
+                self._segments.drop_last(units, decoded[:, :, :left])
             self.recent.drop_last(self.recent.length)
             self.recent.append(tail)
         beyond = tokens - self.recent.length
@@ -227,6 +235,8 @@ class PackedTokens:
             part.select(batch)
         if self.older is not None:
             self.older.select(batch)
+        if self._segments is not None:
+            self._segments.select(batch)
         self.sink = None if self.sink is None else self.sink.index_select(0, batch.to(self.sink.device))
 
     @property
@@ -236,33 +246,66 @@ class PackedTokens:
 
     def _pack(self, x: torch.Tensor) -> None:
         """x [batch, KV heads, whole units of tokens, head_dim]."""
+        if self._mean is not None:
+            x = (x - self._mean).to(x.dtype)
+        if self._segments is None:
+            self._store(self._encode(x, self._static))
+            return
+        for part, covered in self._segments.split(x):
+            found = [self._encode(row.unsqueeze(0), absmax) for row, absmax in zip(part, covered, strict=True)]
+            self._store((torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]), None))
+
+    def _encode(self, x: torch.Tensor, absmax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return codes, scales and zero points, [batch, KV heads, units, rows, ...] each."""
         assert self.backend is not None
         batch, heads, tokens = x.shape[:3]
         units = tokens // self.fmt.unit
-        if self._mean is not None:
-            x = (x - self._mean).to(x.dtype)
         rows = x.unflatten(2, (units, self.fmt.unit))
         rows = rows.transpose(3, 4) if self.fmt.axis == "channel" else rows
-        packed = self.backend.encode(self.fmt.values, rows.reshape(-1, rows.shape[-1]), self._static)
+        packed = self.backend.encode(self.fmt.values, rows.reshape(-1, rows.shape[-1]), absmax)
         assert packed.scales is not None
-        shape = (batch, heads, units, rows.shape[3], -1)
-        self.codes.append(packed.codes.view(shape))
-        self.scales.append(packed.scales.block.view(shape))
-        if self.zeros is not None and packed.scales.zero is not None:
-            self.zeros.append(packed.scales.zero.view(batch, heads, units, -1))
         self._tensor_scale = packed.scales.tensor
+        shape = (batch, heads, units, rows.shape[3], -1)
+        zero = None if packed.scales.zero is None else packed.scales.zero.view(batch, heads, units, -1)
+        return packed.codes.view(shape), packed.scales.block.view(shape), zero
+
+    def _store(self, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> None:
+        codes, scales, zero = parts
+        self.codes.append(codes)
+        self.scales.append(scales)
+        if self.zeros is not None and zero is not None:
+            self.zeros.append(zero)
 
     def _decode(self) -> torch.Tensor:
+        """Return the packed tokens as they were encoded, the mean added: [batch, KV heads, tokens, head_dim]."""
+        codes, scales = self.codes.used, self.scales.used
+        zero = None if self.zeros is None else self.zeros.used
+        if self._segments is None:
+            values = self._decode_part(codes, scales, zero, self._tensor_scale)
+        else:
+            parts = [
+                torch.cat([
+                    self._decode_part(codes[b : b + 1, :, at], scales[b : b + 1, :, at], None, tensor_scale(self.fmt.values, absmax))
+                    for b, absmax in enumerate(covered)
+                ])
+                for at, covered in self._segments.of(self.codes.length)
+            ]  # fmt: skip
+            values = torch.cat(parts, dim=2)
+        return values if self._mean is None else (values + self._mean).to(values.dtype)
+
+    def _decode_part(
+        self, codes: torch.Tensor, scales: torch.Tensor, zero: torch.Tensor | None, tensor: torch.Tensor | None
+    ) -> torch.Tensor:
         assert self.backend is not None
-        batch, heads, units, rows, _ = self.codes.used.shape
-        _, _, _, head_dim = self.shape
+        batch, heads, units, rows, _ = codes.shape
+        head_dim = self.shape[3]
         width = self.fmt.unit if self.fmt.axis == "channel" else head_dim
         count = batch * heads * units * rows
-        zero = None if self.zeros is None else self.zeros.used.reshape(count, -1)
-        stream = None if zero is None or self.zeros is None else pack_bits(zero.flatten(), self.zeros.bits)
-        scales = Scales(self.scales.used.reshape(count, -1), zero, self._tensor_scale)
-        packed = Packed(self.fmt.values, (count, width), self.codes.used.reshape(count, -1), scales, stream)
+        flat = None if zero is None else zero.reshape(count, -1)
+        stream = None if flat is None or self.zeros is None else pack_bits(flat.flatten(), self.zeros.bits)
+        packed = Packed(
+            self.fmt.values, (count, width), codes.reshape(count, -1), Scales(scales.reshape(count, -1), flat, tensor), stream
+        )
         values = self.backend.decode(packed).view(batch, heads, units, rows, width)
         values = values.transpose(3, 4) if self.fmt.axis == "channel" else values
-        values = values.reshape(batch, heads, units * self.fmt.unit, head_dim).to(self.recent.used.dtype)
-        return values if self._mean is None else (values + self._mean).to(values.dtype)
+        return values.reshape(batch, heads, units * self.fmt.unit, head_dim).to(self.recent.used.dtype)

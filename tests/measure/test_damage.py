@@ -42,6 +42,8 @@ CACHES = tuple(
         "int8_token+tier9>int4_token",
         "nvfp4+residual4+sink3+tier5>int2_token+tier8>int2_token",
         "int8_token+tier3>int4_channel",
+        "nvfp4+refresh8",
+        "fp8_affine+refresh5+sink3",
         "nvfp4_rotate",
         "nvfp4_affine",
         "fp8_affine+residual8",

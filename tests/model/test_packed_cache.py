@@ -20,7 +20,7 @@ from tests.conftest import SMALL, build, calibrated, llama_config
 
 FORMATS = [*KV_FORMATS, "int4_channel+residual8", "nvfp4+sink4+residual6", "int2_token+residual128", "int4_token+sink3",
            "int8_token+tier16>int4_token", "nvfp4_rotate+sink3+residual4+tier10>nvfp4_affine", "int8_channel+tier10>int2_channel",
-           "int8_token+tier20>int4_channel", "fp8+tier8>int4_token+tier12>int2_token"]  # fmt: skip
+           "int8_token+tier20>int4_channel", "fp8+tier8>int4_token+tier12>int2_token", "nvfp4+refresh16", "fp8_affine+refresh7+sink3+residual5"]  # fmt: skip
 MODELS: dict[str, Any] = {
     "llama": llama_config(),
     "sliding": MistralConfig(num_key_value_heads=2, sliding_window=20, **SMALL),
@@ -160,6 +160,8 @@ def test_the_kernels_hold_the_same_bytes_as_the_reference(fmt: str, dim: int) ->
         "int4_channel+residual3",
         "int2_token+sink4+residual5",
         "int8_token+tier20>int4_token",
+        "nvfp4+refresh16",
+        "fp8_affine+refresh5",
     ],
 )
 def test_cropping_and_reordering_keep_what_was_read(fmt: str) -> None:
@@ -225,6 +227,7 @@ def test_a_residual_by_token_is_prefilled_token_by_token(llama: PreTrainedModel)
     ("name", "says"),
     [("int4_channel+sink4", "whole groups of 32 tokens"), ("int8_token+sink4+tier8>int4_channel", "whole groups of 32 tokens"),
      ("int8_token+tier8", "write a tier with what follows it"), ("int8_token>int4_token", "write a tier with what follows it"),
+     ("int8_token+refresh8", "only static scales can be refreshed"), ("nvfp4+refresh8+tier8>int4_token", "do not go together"),
      ("int8_token+tier8>int4_token+sink4", "by sink and residual of the first format"), ("int8_token+tier8>bf16", "of the first format")],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused(name: str, says: str) -> None:
