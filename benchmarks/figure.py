@@ -72,12 +72,38 @@ def table(results: dict[str, Any]) -> str:
             lines.append(
                 f"| {what} | {row['bits']:.3f} | {row['predicted']:.3f} | {row['measured']:.3f} ± {row['stderr']:.3f} | {row['against_nvfp4']:.2f} |"
             )
-    lines.append("")
-    lines.append("| K and V cache | bits | predicted KL | measured KL |")
-    lines.append("|---|---|---|---|")
-    for row in results["kv"]:
+    return "\n".join(lines)
+
+
+def cache_table(results: dict[str, Any]) -> str:
+    lines = ["| K and V cache | bits | predicted KL | measured KL | against uniform nvfp4 |", "|---|---|---|---|---|"]
+    nvfp4 = results["mixed"][0]["measured"]
+    for row in results["mixed"]:
         predicted = "" if row["predicted"] is None else f"{row['predicted']:.4f}"
-        lines.append(f"| {row['what']} | {row['bits']:.3f} | {predicted} | {row['measured']:.4f} ± {row['stderr']:.4f} |")
+        lines.append(
+            f"| {row['what']} | {row['bits']:.3f} | {predicted} | {row['measured']:.4f} ± {row['stderr']:.4f} | {row['measured'] / nvfp4:.2f} |"
+        )
+    lines += [
+        "",
+        f"| windows of | {' | '.join(r['format'] for r in results['contexts'] if r['length'] == 256)} |",
+        "|---|---|---|---|---|",
+    ]
+    for length in dict.fromkeys(r["length"] for r in results["contexts"]):
+        cells = [f"{r['measured']:.4f} ± {r['stderr']:.4f}" for r in results["contexts"] if r["length"] == length]
+        lines.append(f"| {length:,} tokens | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def joint_table(results: dict[str, Any]) -> str:
+    names = {
+        "joint": "one budget for both", "equal bits": "as many bits for both", "weights first": "weights first, one cache format for the rest",
+        "cache first": "one cache format first, the rest for weights", "nvfp4 cache": "nvfp4 cache, the rest for weights",
+    }  # fmt: skip
+    lines = ["| memory | spent on | bits per weight | per cached value | measured KL |", "|---|---|---|---|---|"]
+    for row in results["joint"]:
+        lines.append(
+            f"| {row['share']:g}/16 | {names[row['way']]} | {row['bits']:.2f} | {row['kv_bits']:.2f} | {row['measured']:.3f} ± {row['stderr']:.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -107,7 +133,10 @@ def main() -> None:
     results = json.loads((source / "quality.json").read_text())
     draw(results, readme.parent / "docs" / "damage.svg")
     text = between_marks(readme.read_text(), "results", table(results))
-    readme.write_text(between_marks(text, "cost", cost(json.loads((source / "cost.json").read_text()))))
+    for mark, made in (("cache", cache_table), ("joint", joint_table), ("cost", cost)):
+        file = source / {"cache": "kv.json"}.get(mark, f"{mark}.json")
+        text = between_marks(text, mark, made(json.loads(file.read_text())))  # type: ignore[operator]
+    readme.write_text(text)
 
 
 if __name__ == "__main__":

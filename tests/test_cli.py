@@ -170,6 +170,7 @@ MISTAKES = [
     (["search", "--budget", "1bits"], "cannot be met"),
     (["search", "--memory", "2MiB"], "the least this space reaches is"),
     (["search", "--memory", "4bits"], "give bytes, such as 24GiB"),
+    (["search", "--memory", "6MiB", "--kv-budget", "7MiB"], "contradicts --memory 6MiB"),
     (["search", "--memory", "1GiB", "--context", "1M"], "beyond this model's maximum"),
     (["search", "--memory", "1GiB", "--batch", "0"], "--batch is 0"),
     (["search", "--kv-budget", "6", "--engine", "vlm"], "vllm"),

@@ -33,10 +33,18 @@ def _row(kind: str, name: str, fmt: Format | KVFormat, bits: float) -> dict[str,
         "block": values.block or ("row" if values.scale != "none" else "-"),
         "along": (fmt.axis if isinstance(fmt, KVFormat) else "input") if values.element else "-",
         "scale": scale + (", fp32 tensor" if values.tensor_scale else ""),
-        "rule": values.rule if values.element else "-",
+        "rule": _rule(fmt, values),
         "activations": values.activation.name if values.activation else "-",
         "bits": round(bits, 4),
     }
+
+
+def _rule(fmt: Format | KVFormat, values: Format) -> str:
+    if values.element is None:
+        return "-"
+    if isinstance(fmt, KVFormat) and (fmt.center or fmt.rotate):
+        return f"{values.rule}, {'around a mean' if fmt.center else 'rotated'}"
+    return values.rule
 
 
 def format_table() -> Table:
@@ -46,6 +54,8 @@ def format_table() -> Table:
     for name in columns:
         whole = name in ("name", "block", "bits")  # what a narrow terminal must not cut
         table.add_column(name, justify="right" if name in ("bits", "block") else "left", no_wrap=whole, overflow="fold")
+    table.caption = "Options of a KV format: +sink4 +residual128 +refresh1024 (static scales) +tier512>int4_token (older tokens)."
+    table.caption_justify = "left"
     kind = None
     for row in format_rows():
         if row["kind"] != kind:
