@@ -102,11 +102,11 @@ def _budgets(config: SearchConfig, needed: bool) -> Budgets:
     memory = parse_budget(config.memory, "--memory") if config.memory else None
     if memory is not None and memory.unit != "bytes":
         raise UserError(f"--memory {memory.text!r}: give bytes, such as 24GiB")
-        for option, side in (("--budget", weights), ("--kv-budget", kv)):
-            if side is not None and side.unit == "bytes" and side.value >= memory.value:
-                raise UserError(
-                    f"{option} {side.text} contradicts --memory {memory.text}, which holds weights and cache: lower it, or leave it out"
-                )
+    for option, side in (("--budget", weights), ("--kv-budget", kv)):
+        if memory is not None and side is not None and side.unit == "bytes" and side.value >= memory.value:
+            raise UserError(
+                f"{option} {side.text} contradicts --memory {memory.text}, which holds weights and cache: lower it, or leave it out"
+            )
     return Budgets(weights, kv, memory, batch=config.batch)
 
 
