@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autoq.api import validating
+from autoq.formats.format import KVFormat
 from autoq.model import packed as packing
 from autoq.recipe import read_recipe
 from tests.conftest import SEARCH_ARGUMENTS, run_autoq
@@ -74,6 +75,34 @@ def test_a_kl_that_the_search_did_not_measure_fails(recipe_copy: Path, monkeypat
     done = run_autoq("validate", str(recipe_copy), "--sample", "1")
     assert done.returncode == 1
     assert "but the search measured" in done.stderr
+
+
+def test_a_cache_that_packs_wrong_bytes_fails_and_names_the_layer(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoq.kernels import encode as kernel
+
+    run = kernel.encode
+
+    def wrong(fmt: Any, x: torch.Tensor, absmax: Any = None) -> Any:
+        found = run(fmt, x, absmax)
+        found.codes[-1, -1] ^= 1
+        return found
+
+    monkeypatch.setattr(kernel, "encode", wrong)
+    done = run_autoq("validate", str(recipe_copy), "--sample", "1")
+    assert done.returncode == 1
+    assert "layer 0 key: kernel and reference differ in codes" in done.stderr
+
+
+def test_a_cache_of_other_bytes_than_the_cost_models_fails(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    price = KVFormat.storage_bits
+
+    def more(self: KVFormat, tokens: int, *shape: int) -> int:
+        return price(self, tokens, *shape) + 8
+
+    monkeypatch.setattr(KVFormat, "storage_bits", more)
+    done = run_autoq("validate", str(recipe_copy), "--sample", "1")
+    assert done.returncode == 1
+    assert "layer 0 key: it takes" in done.stderr
 
 
 def test_bytes_that_the_cost_model_does_not_count_fail(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

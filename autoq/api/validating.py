@@ -20,6 +20,7 @@ from autoq.errors import UserError
 from autoq.formats.format import Format
 from autoq.kernels.launch import where
 from autoq.measure.divergence import Divergence, Yardstick
+from autoq.model.checked_cache import CacheCheck
 from autoq.model.head import cache_argument, hidden_states
 from autoq.model.packed import PackedTensor, packed_weights
 from autoq.model.packed_attention import packed_attention
@@ -118,7 +119,7 @@ def validate_on(
             agreement = _agreement(_generate(model, prompts, cache), expected)
             from_bytes = _attention_difference(model, recipe, prompts)
     wrong = [t for t in tensors if not t.is_right]
-    problems = [_describe(t) for t in wrong]
+    problems = [*(_describe(t) for t in wrong), *run.check.problems()]
     if from_bytes > ATTENTION_TOLERANCE:
         problems.append(
             f"attention over packed bytes and over decoded tokens differ by {from_bytes:.2g} of the largest hidden state, more than {ATTENTION_TOLERANCE:g}"
@@ -143,17 +144,21 @@ def validate_on(
 
 
 class _PackedRun:
-    """A forward pass through a packed cache: prefill in chunks, the end token by token. Notes the bytes held."""
+    """A forward pass through a packed cache: prefill in chunks, the end token by token. Notes the bytes held, and checks the first pass."""
 
     def __init__(self, recipe: recipes.Recipe) -> None:
         self.recipe = recipe
+        self.check = CacheCheck()
         self.cache_bytes = self.original_bytes = 0
 
     def __call__(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         cache = QuantizedKVCache.from_recipe(self.recipe, model.config, kernels())
+        if not self.cache_bytes:
+            self.check.listen(cache)
         prefill = max(0, ids.shape[1] - DECODED)
         steps = [*ids[:, :prefill].split(cache.steps(prefill, CHUNK), dim=1), *ids[:, prefill:].split(1, dim=1)]
         hidden = torch.cat([hidden_states(model, step, cache) for step in steps if step.shape[1]], dim=1)
+        self.check.weigh(cache)
         self.cache_bytes = max(self.cache_bytes, cache.nbytes)
         values = sum(2 * side.values_held for layer in cache.packed_layers for side in (layer.key, layer.value))
         self.original_bytes = max(self.original_bytes, values)

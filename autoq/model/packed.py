@@ -49,7 +49,7 @@ def pack_tensor(weight: torch.Tensor, fmt: Format, transposed: bool) -> tuple[to
         values = decode(packed)
         expected = reference.encode(fmt, matrix)
         found |= differences(packed, expected)
-        if not _same(values, reference.decode(expected)):
+        if not same_bits(values, reference.decode(expected)):
             found.add("values")
         stored += 8 * packed.nbytes
         decoded.append(values.to(weight.dtype))
@@ -63,10 +63,11 @@ def differences(packed: Packed, expected: Packed) -> set[str]:
     if packed.scales is not None and expected.scales is not None:
         pairs["scales"] = (packed.scales.block, expected.scales.block)
         pairs["tensor scale"] = (packed.scales.tensor, expected.scales.tensor)
-    return {name for name, (a, b) in pairs.items() if not _same(a, b)}
+    return {name for name, (a, b) in pairs.items() if not same_bits(a, b)}
 
 
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """True if two tensors agree in every bit, NaN and the sign of zero too."""
     if a is None or b is None:
         return a is b
     bits = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]

@@ -36,7 +36,7 @@ def validation(result: Validation) -> RenderableType:
         )
     lines.add_row("greedy generation", f"as the original's for {100 * entry.greedy_agreement:.0f} % of the way, then its own")
     lines.add_row("written into", str(result.recipe_path))
-    why = "every byte is right, and the KL is the one that the search measured" if entry.passed else "see below"
+    why = "every packed byte is right, and the KL is the one that the search measured" if entry.passed else "see below"
     verdict = Text(f"passed: {why}", style="bold green") if entry.passed else Text(f"failed: {why}", style="bold red")
     return Group(Text("validation", style="bold"), lines, verdict)
 
