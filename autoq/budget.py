@@ -57,6 +57,11 @@ class Budgets:
         return -(-self.context // self.page) * self.page
 
     @property
+    def in_bytes(self) -> bool:
+        """True if the cache has to fit into bytes: then it must fit at every context up to the one asked for."""
+        return self.memory is not None or (self.kv is not None and self.kv.unit != "bits")
+
+    @property
     def search_weights(self) -> bool:
         return self.weights is not None or self.memory is not None
 

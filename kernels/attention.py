@@ -219,6 +219,10 @@ def attention(
     total = min(key.tokens, value.tokens) if window is None else min(key.tokens, value.tokens, window)
     if key.tokens != value.tokens and total != window:
         raise AutoqError(f"the cache holds {key.tokens} keys but {value.tokens} values")
+    if key.recent.shape[3] != head_dim or value.recent.shape[3] != head_dim:
+        raise AutoqError(
+            f"keys and values must be as wide as the queries, {head_dim}, not {key.recent.shape[3]} and {value.recent.shape[3]}"
+        )
     tile(query.device)
     kv_heads = key.recent.shape[1]
     group = heads // kv_heads

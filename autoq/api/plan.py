@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
-from autoq.cost.engines import Engine, engine_of
+from autoq.cost.engines import Engine, engine_of, loads
 from autoq.cost.kv_memory import context_of
 from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
-from autoq.formats.catalog import kv_format
+from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
 from autoq.formats.format import KVFormat
-from autoq.measure.damage import Candidates, weight_refusal
+from autoq.measure.damage import Candidates, cache_refusal, weight_refusal
 from autoq.measure.estimate import DamageTable
 from autoq.model import load
 from autoq.model.cache_units import unsearchable
@@ -61,10 +61,10 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     candidates, removed = runnable(with_engine(load_space(config.space), engine), target_of(config.target))
     if asked.search_weights and not candidates.weights:
         option = "--budget" if asked.weights else "--memory"
-        raise UserError(f"{option} needs weight formats, but the search space {config.space!r} has none")
+        raise UserError(f"{option} needs weight formats, but {_left_of(config)} has none")
     if asked.search_caches and not (candidates.keys and candidates.values):
         option = "--kv-budget" if asked.kv else "--memory"
-        raise UserError(f"{option} needs formats for keys and values, but the search space {config.space!r} lacks them")
+        raise UserError(f"{option} needs formats for keys and values, but {_left_of(config)} lacks them")
     text_sources(config.calib, config.eval)
     load.dtype_name(config.dtype, "cpu")
     device = load.pick_device(config.device)
@@ -91,6 +91,12 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     return plan
 
 
+def _left_of(config: SearchConfig) -> str:
+    parts = [f"--target {config.target}"] if config.target != "any" else []
+    parts += [f"--engine {config.engine}"] if config.engine != "none" else []
+    return f"the search space {config.space!r}" + (f", as {' and '.join(parts)} leave it," if parts else "")
+
+
 def _budgets(config: SearchConfig, needed: bool) -> Budgets:
     """Read the budgets; the context is not resolved yet."""
     if needed and config.budget is None and config.kv_budget is None and config.memory is None:
@@ -111,7 +117,11 @@ def _budgets(config: SearchConfig, needed: bool) -> Budgets:
 
 
 def with_engine(candidates: Candidates, engine: Engine) -> Candidates:
-    """Add the cache formats that the engine serves; those of the space stay, to say what the engine costs."""
+    """Leave out weights that the engine does not load, and add the cache formats it serves.
+
+    The space's own cache formats stay, to say what the engine costs.
+    """
+    candidates = replace(candidates, weights=tuple(f for f in candidates.weights if loads(engine, f, WEIGHT_FORMATS)))
     if engine.kv_formats is None or not candidates.keys:
         return candidates
     served = tuple(kv_format(name) for name in sorted(engine.kv_formats))
@@ -177,6 +187,11 @@ def refusals(plan: Plan) -> list[str]:
     for unit in plan.units.weights:
         for fmt in plan.candidates.weights:
             if reason := weight_refusal(unit, fmt):
+                key = reason.split(": ", 1)[1]
+                found[key] = found.get(key, 0) + 1
+    for unit in plan.units.caches:
+        for kv in plan.candidates.keys if unit.kind == "key" else plan.candidates.values:
+            if reason := cache_refusal(unit, kv):
                 key = reason.split(": ", 1)[1]
                 found[key] = found.get(key, 0) + 1
     return [f"{reason} ({count} units)" for reason, count in found.items()]

@@ -46,9 +46,9 @@ class _Prices:
         return -(-kv_cost(self.units, formats, tokens, batch)[0] // 8)
 
     def peak(self, formats: Mapping[str, KVFormat], context: int, batch: int) -> int:
-        """Return the most that the cache takes on its way to this context: an incomplete group is held in 16 bit."""
-        groups = [f.values.block or 1 for f in formats.values() if f.axis == "channel"]
-        return max(self.cache(formats, n, batch) for n in range(max(0, context - max(groups, default=1)) + 1, context + 1))
+        """Return the most that the cache takes on its way to this context."""
+        tokens = Budgets(context=context, page=self.engine.page).tokens
+        return -(-kv_cost(self.units, formats, tokens, batch, peak=True)[0] // 8)
 
 
 def memory(
@@ -83,7 +83,9 @@ def memory(
                 total = kv_bytes + prices.weight_bytes
                 row = {"kv_format": name, "context": context, "batch": batch, "kv_bytes": kv_bytes,
                        "weight_bytes": prices.weight_bytes, "total_bytes": total}  # fmt: skip
-                rows.append(row | ({} if available is None else {"fits": total <= available}))
+                if available is not None:
+                    row["fits"] = prices.peak(assignment, context, batch) + prices.weight_bytes <= available
+                rows.append(row)
     if available is None:
         return Memory(rows, [])
     longest = getattr(text_config, "max_position_embeddings", None) or 2**24

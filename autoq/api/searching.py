@@ -26,7 +26,7 @@ from autoq.run_folder import RECIPE, RESULT
 from autoq.search.baselines import fair_uniforms
 from autoq.search.corrections import measure_uniform
 from autoq.search.engine import solve_for_engine
-from autoq.search.exchange import Exchange, exchange
+from autoq.search.exchange import Exchange, Solver, exchange
 from autoq.search.front import FrontPoint, around, sweep
 from autoq.search.problem import Option, Problem
 from autoq.search.solver import solve, total_bits, total_damage
@@ -223,13 +223,18 @@ def _fronts(plan: Plan, problem: Problem, choice: dict[str, Option]) -> tuple[tu
         if name not in sides:
             return ()
         names, values = sides[name]
-        return tuple(sweep(problem, names, values, around(total_bits(choice, names) / max(1, values))))
+        return tuple(sweep(problem, names, values, around(total_bits(choice, names) / max(1, values)), _solver(plan, name)))
 
     return side("weights"), side("cache")
 
 
 def _exchanges(plan: Plan, problem: Problem, choice: dict[str, Option]) -> dict[str, Exchange]:
-    return {name: exchange(problem, choice, names) for name, (names, _) in _sides(plan).items()}
+    return {name: exchange(problem, choice, names, _solver(plan, name)) for name, (names, _) in _sides(plan).items()}
+
+
+def _solver(plan: Plan, side: str) -> Solver:
+    """Return what solves one side within the engine's limits, which are about caches."""
+    return solve if side == "weights" else lambda problem: solve_for_engine(problem, plan.units, plan.engine)
 
 
 def _measure_uniforms(

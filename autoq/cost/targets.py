@@ -31,6 +31,8 @@ class Target:
         """
         if self.capability is None:
             return None
+        if isinstance(fmt, KVFormat) and fmt.older is not None and (reason := self.refusal(fmt.older)):
+            return reason
         if isinstance(fmt, KVFormat):
             element, what = fmt.values.element, "a cache"
         else:

@@ -117,11 +117,4 @@ def kv_format(name: str) -> KVFormat:
         found = replace(found, **{key: int(count)})  # type: ignore[arg-type]
     if bool(aged) != bool(found.tier):
         raise UserError(f"KV format {name!r}: write a tier with what follows it, as int8_token+tier512>int4_channel")
-    if aged:
-        older = kv_format(aged[0])
-        if older.is_original or older.sink or older.residual or found.is_original:
-            raise UserError(
-                f"KV format {name!r}: the first and the newest tokens are 16 bit by sink and residual of the first format"
-            )
-        found = replace(found, older=older)
-    return replace(found, name=name)
+    return replace(found, name=name, older=kv_format(aged[0]) if aged else None)

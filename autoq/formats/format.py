@@ -165,6 +165,8 @@ class KVFormat:
     def __post_init__(self) -> None:
         if self.refresh and (self.axis == "channel" or self.calibration == "none"):
             raise UserError(f"{self.name}: only static scales can be refreshed, and this format has none")
+        if self.older is not None and (self.older.is_original or self.older.sink or self.older.residual or self.is_original):
+            raise UserError(f"{self.name}: the first and the newest tokens are 16 bit by sink and residual of the first format")
         if self.refresh and self.older is not None:
             raise UserError(f"{self.name}: tiers and refreshed scales do not go together")
         for fmt in self.chain:

@@ -42,7 +42,14 @@ class Candidates:
         """Return the candidates of one unit, those it cannot take left out (see `refusals`)."""
         if unit.kind == "weight":
             return tuple(f for f in self.weights if weight_refusal(unit, f) is None)
-        return self.keys if unit.kind == "key" else self.values
+        return tuple(f for f in (self.keys if unit.kind == "key" else self.values) if cache_refusal(unit, f) is None)
+
+
+def cache_refusal(unit: Unit, fmt: KVFormat) -> str | None:
+    """Say why the cache of a layer cannot take a format, or None."""
+    if unit.window and (fmt.older is not None or fmt.refresh):
+        return f"{unit.name}: {fmt.name} is left out, a sliding window forgets tokens before they age"
+    return None
 
 
 def weight_refusal(unit: Unit, fmt: Format) -> str | None:
@@ -74,7 +81,7 @@ class DamageScorer:
         check_finite(self.model)
         self.head = Head(self.model)
         for unit in self.units.caches:
-            formats = self.candidates.keys if unit.kind == "key" else self.candidates.values
+            formats = [f for f in self.candidates.for_unit(unit) if isinstance(f, KVFormat)]
             self.caches[unit.name] = KVScorer(formats, unit.head_dim)
 
     def score(self, ids: torch.Tensor, seeds: list[int]) -> dict[str, torch.Tensor]:

@@ -127,7 +127,7 @@ def _pairs(draw: random.Random) -> tuple[str, str, str, str, Callable[[random.Ra
 
     def key(draw: random.Random) -> str:
         while True:
-            found = f"{draw.choice(_NAMES)} {draw.choice(_THINGS)} {draw.randrange(100)}"
+            found = f"{draw.choice(_NAMES)} {draw.choice(_THINGS)} {draw.randrange(100_000)}"
             if found not in used:
                 used.add(found)
                 return found

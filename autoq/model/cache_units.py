@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from autoq.model.unit import Kind, Unit
 
@@ -37,6 +37,7 @@ def cache_units(model: PreTrainedModel) -> Iterator[Unit]:
     """Yield the K and the V unit of every attention layer that has a cache of its own."""
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
+    layers = DynamicCache(config=model.config).layers  # transformers' own rules say which layers have a window
     seen: set[int] = set()
     for name, module in model.named_modules():
         layer = getattr(module, "layer_idx", None)
@@ -45,8 +46,7 @@ def cache_units(model: PreTrainedModel) -> Iterator[Unit]:
         if getattr(module, "is_kv_shared_layer", False) or (kinds and layer < len(kinds) and kinds[layer].startswith("linear")):
             continue
         seen.add(layer)
-        sliding = kinds[layer] == "sliding_attention" if kinds else getattr(module, "sliding_window", None) is not None
-        window = getattr(config, "sliding_window", None) if sliding else None
+        window = getattr(layers[layer], "sliding_window", None) if layer < len(layers) else None
         latent = getattr(config, "kv_lora_rank", None)
         if latent:
             yield Unit(f"{name}.latent", "key", "latent", layer, (), name, 1, latent + config.qk_rope_head_dim, window)

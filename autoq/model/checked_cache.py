@@ -35,12 +35,15 @@ class CacheCheck:
                     one.backend = self._checked(name, one.backend)
 
     def weigh(self, cache: QuantizedKVCache) -> None:
-        """Compare the bytes held with what the cost model counts; a window's layers hold whole groups more, and are left out."""
+        """Compare the bytes held with what the cost model counts: the same, and no more where a window may have left the sink behind."""
         for name, side, layer in _sides(cache):
-            if side.values_held and not isinstance(layer, PackedSlidingLayer):
+            if side.values_held:
                 batch, heads, tokens, head_dim = side.shape
+                has_window = isinstance(layer, PackedSlidingLayer)
+                if has_window:
+                    tokens = min(layer.cumulative_length, layer.sliding_window + max(one.unit for one in side.fmt.chain) - 1)
                 priced = side.fmt.storage_bits(tokens, heads, head_dim, batch)
-                if 8 * side.nbytes != priced:
+                if 8 * side.nbytes > priced or (8 * side.nbytes < priced and not has_window):
                     self.bits[name] = (8 * side.nbytes, priced)
 
     def problems(self) -> list[str]:

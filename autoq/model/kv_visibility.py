@@ -74,7 +74,7 @@ def attend_mixed(
     if sinks is not None:
         extra = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, queries, 1).to(scores.dtype)
         scores = torch.cat([scores, extra], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :tokens].to(value.dtype)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :tokens].to(value.dtype)  # a row of padding may see nothing
     left, output = torch.ones(queries, tokens, dtype=torch.bool, device=query.device), None
     for version, pairs in value_versions:
         part = (weights * pairs) @ spread(version)

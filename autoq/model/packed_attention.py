@@ -87,6 +87,7 @@ def _attend(
     if not isinstance(key, Undecoded) or not isinstance(value, Undecoded):
         return attend(module, query, key, value, mask, **options)
     is_plain = options.get("s_aux") is None and options.get("position_bias") is None
+    is_plain = is_plain and query.shape[3] == key.shape[3] == value.shape[3]
     if query.shape[2] != 1 or not is_plain or (mask is not None and (mask.dim() != 4 or mask.shape[1] != 1)):
         return attend(module, query, key.decoded(), value.decoded(), mask, **options)
     from autoq.kernels.attention import attention

@@ -160,7 +160,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
             backend: what encodes and decodes; by default the kernels on a GPU, the reference elsewhere.
             max_tokens: length to take memory for at the first token; the cache still grows beyond it.
 
-        Raises UserError for zero points of odd width.
+        Raises UserError for zero points of odd width, for tiers or refreshed scales behind a window, and for a static scale without calibration.
         """
         layers: list[Any] = list(DynamicCache(config=config).layers)
         count = config.get_text_config(decoder=True).num_hidden_layers
@@ -174,7 +174,13 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
                     element = one.values.element
                     if isinstance(element, IntElement) and element.asymmetric and 8 % element.bits:
                         raise UserError(f"{fmt.name}: a cache holds zero points of 2, 4 or 8 bits, not {element.bits}")
+                if index in key_value and fmt.calibration == "absmax" and index not in calibration:
+                    raise UserError(f"{fmt.name}: layer {index} has no calibration, from which its static scale comes")
             sliding = isinstance(layer, DynamicSlidingWindowLayer)
+            if sliding and any(f.older is not None or f.refresh for f in formats):
+                raise UserError(
+                    f"layer {index} has a sliding window, which forgets tokens before they age: no tiers or refresh there"
+                )
             reserve = min(max_tokens, 2 * layer.sliding_window) if sliding else max_tokens
             known = calibration.get(index, (Calibration(), Calibration()))
             key, value = (PackedTokens(f, a, backend, reserve) for f, a in zip(formats, known, strict=True))

@@ -216,7 +216,8 @@ class PackedTokens:
             for part in self._stored:
                 part.drop_last(units)
             if self._segments is not None:
-                self._segments.drop_last(units, decoded[:, :, :left])
+                encoded = decoded[:, :, :left]
+                self._segments.drop_last(units, encoded if self._mean is None else encoded - self._mean)
             self.recent.drop_last(self.recent.length)
             self.recent.append(tail)
         beyond = tokens - self.recent.length

@@ -50,15 +50,13 @@ class Segments:
             start = stop
 
     def drop_last(self, tokens: int, newest: torch.Tensor) -> None:
-        """Forget the newest tokens. `newest` [batch, KV heads, tokens, head_dim] are those left, as decoded: where whole segments go,
-        they say what the next scale covers."""
-        before, self.seen = -(-self.seen // self.length), self.seen - tokens
+        """Forget the newest tokens. `newest` [batch, KV heads, tokens, head_dim] are those left, as decoded before a mean is added: they
+        say what the next scale covers."""
+        self.seen -= tokens
         segments = max(1, -(-self.seen // self.length))
-        if segments < before:
-            inside = self.seen - (segments - 1) * self.length
-            self.covered = self.covered[:, :segments]
-            left = newest[:, :, max(0, newest.shape[2] - inside) :]
-            self.running = left.abs().amax((1, 2, 3)).to(torch.float32) if left.numel() else torch.zeros_like(self.running)
+        self.covered = self.covered[:, :segments]
+        left = newest[:, :, max(0, newest.shape[2] - (self.seen - (segments - 1) * self.length)) :]
+        self.running = left.abs().amax((1, 2, 3)).to(torch.float32) if left.numel() else torch.zeros_like(self.running)
 
     def select(self, batch: torch.Tensor) -> None:
         """Take these rows of the batch, in this order."""

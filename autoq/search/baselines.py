@@ -56,7 +56,7 @@ def fair_uniforms(
         cost = weight_cost(units, of_weights)
         damage = sum(table[u].get(weight_name, 0.0) for u in of_weights)
         for cache_name, of_caches in caches.items():
-            kv_bits, values = kv_cost(units, of_caches, budgets.tokens, budgets.batch)
+            kv_bits, values = kv_cost(units, of_caches, budgets.tokens, budgets.batch, budgets.in_bytes)
             fits = (
                 budgets.weights is None or cost.searched_bits <= budgets.weights.limit_bits(units.searched, other, 16 * units.parameters),
                 budgets.kv is None or kv_bits <= budgets.kv.limit_bits(values),
@@ -79,4 +79,4 @@ def _weight_formats(units: ModelUnits, candidates: Candidates) -> dict[str, dict
 def _cache_formats(units: ModelUnits, candidates: Candidates, engine: Engine) -> dict[str, dict[str, KVFormat]]:
     """One format for K and V of all layers, of those that are candidates for both."""
     both = [f for f in candidates.keys if f in candidates.values and (engine.kv_formats is None or f.name in engine.kv_formats)]
-    return {f.name: {u.name: f for u in units.caches} for f in both}
+    return {f.name: {u.name: f for u in units.caches if f in candidates.for_unit(u)} for f in both}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoq.search.problem import Limit, Option, Problem
 from autoq.search.solver import solve, total_bits, total_damage
 
+Solver = Callable[[Problem], dict[str, Option]]
 STEP = 0.02  # of what a side takes now; single formats are steps of some percent
 
 
@@ -28,16 +30,16 @@ class Exchange:
         return self.saved / self.more * 2**30 if self.more else 0.0
 
 
-def exchange(problem: Problem, choice: dict[str, Option], units: frozenset[str]) -> Exchange:
+def exchange(problem: Problem, choice: dict[str, Option], units: frozenset[str], solver: Solver = solve) -> Exchange:
     """Return what the units of one side (the weights, or the caches) would gain from STEP more bits.
 
-    Both solutions are of that side alone, so that a side bound by a limit of its own can be compared with one that is not.
+    `solver` keeps what else the solution has to keep (an engine's limits). Both solutions are of that side alone, so that a side bound by a limit of its own can be compared with one that is not.
     """
     options = {u: o for u, o in problem.options.items() if u in units}
     now = total_bits(choice, units)
     more = max(1, int(now * STEP))
 
     def best(bits: int) -> float:
-        return total_damage(solve(replace(problem, options=options, limits=(Limit("exchange", units, bits),))))
+        return total_damage(solver(replace(problem, options=options, limits=(Limit("exchange", units, bits),))))
 
     return Exchange(-(-now // 8), more // 8, max(0.0, best(now) - best(now + more)))

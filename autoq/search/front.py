@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autoq.errors import UserError
+from autoq.search.exchange import Solver
 from autoq.search.problem import Limit, Problem
 from autoq.search.solver import solve, total_bits, total_damage
 
@@ -17,7 +19,7 @@ class FrontPoint:
     formats: dict[str, int]
 
 
-def sweep(problem: Problem, units: frozenset[str], values: int, budgets: list[float]) -> list[FrontPoint]:
+def sweep(problem: Problem, units: frozenset[str], values: int, budgets: list[float], solver: Solver = solve) -> list[FrontPoint]:
     """Solve one side of the problem (the weights, or the caches) at each budget in bits per value; unreachable ones are left out."""
     options = {u: o for u, o in problem.options.items() if u in units}
     floor = sum(min(o.bits for o in found) for found in options.values())
@@ -26,7 +28,10 @@ def sweep(problem: Problem, units: frozenset[str], values: int, budgets: list[fl
         limit = Limit("front", units, int((budget + 0.001) * values))
         if limit.bits < floor:
             continue
-        choice = solve(replace(problem, options=options, limits=(limit,)))
+        try:
+            choice = solver(replace(problem, options=options, limits=(limit,)))
+        except UserError:  # an engine's limits leave nothing there
+            continue
         bits = total_bits(choice, units) / values
         formats: dict[str, int] = {}
         for option in choice.values():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoq.budget import Budget, Budgets
 from autoq.cost.bits import unit_bits
-from autoq.cost.kv_memory import cache_bits, cache_values
+from autoq.cost.kv_memory import cache_bits, cache_values, peak_bits
 from autoq.errors import UserError
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
@@ -54,7 +54,8 @@ def unit_options(
 def _bits(unit: Unit, name: str, budgets: Budgets) -> int:
     if unit.kind == "weight":
         return unit_bits(unit, weight_format(name))
-    return cache_bits(unit, kv_format(name), budgets.tokens, budgets.batch)
+    cost = peak_bits if budgets.in_bytes else cache_bits
+    return cost(unit, kv_format(name), budgets.tokens, budgets.batch)
 
 
 def make_problem(units: ModelUnits, candidates: Candidates, budgets: Budgets, damage: DamageTable | None = None) -> Problem:

@@ -13,6 +13,8 @@ from transformers import (
     GraniteMoeHybridConfig,
     LlamaConfig,
     MiniMaxConfig,
+    MistralConfig,
+    Qwen2Config,
     Qwen3NextConfig,
 )
 
@@ -118,6 +120,22 @@ def test_what_an_engine_keeps_is_counted(name: str, model_folder: Any) -> None:
     config, expected = SHAPES[name]
     rows = api.memory(str(model_folder(config)), [100], [1]).rows
     assert next(r for r in rows if r["kv_format"] == "bf16")["kv_bytes"] == expected
+
+
+@pytest.mark.parametrize("config", [MistralConfig(**LAYERS, num_key_value_heads=2, sliding_window=20),
+                                    Qwen2Config(**LAYERS, num_key_value_heads=2, sliding_window=20, use_sliding_window=True, max_window_layers=0),
+                                    Gemma3TextConfig(**LAYERS, num_key_value_heads=2, head_dim=16, sliding_window=20, layer_types=["sliding_attention"] * 4)],
+                         ids=["mistral", "qwen2", "gemma3"])  # fmt: skip
+def test_windows_are_those_of_transformers_own_cache(config: Any, model_folder: Any) -> None:
+    rows = {r["kv_format"]: r["kv_bytes"] for r in api.memory(str(model_folder(config)), [100], [1]).rows}
+    assert rows["bf16"] == 2 * 2 * 4 * 2 * 16 * 20
+    channel = kv_format("int4_channel").storage_bits(20 + 31, 2, 16) // 8
+    assert rows["int4_channel"] == 2 * 4 * channel
+
+
+def test_a_window_that_is_not_used_is_none(model_folder: Any) -> None:
+    config = Qwen2Config(**LAYERS, num_key_value_heads=2, sliding_window=20, use_sliding_window=False)
+    assert api.memory(str(model_folder(config)), [100], [1]).rows[0]["kv_bytes"] == 2 * 2 * 4 * 2 * 16 * 100
 
 
 @pytest.mark.parametrize(("name", "says"), [("latent", "caches a latent"), ("shared caches", "share another layer's cache")])

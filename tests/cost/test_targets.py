@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autoq.cost.engines import ENGINES, engine_of
+from autoq.cost.engines import ENGINES, engine_of, loads
 from autoq.cost.targets import TARGETS, target_of
 from autoq.errors import UserError
-from autoq.formats.catalog import KV_FORMATS, kv_format, weight_format
+from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, kv_format, weight_format
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,18 @@ def test_weights_alone_decode_anywhere_and_products_need_the_numbers(target: str
     reason = target_of(target).refusal(weight_format(fmt))
     assert (reason is None) == runs
     assert runs or "compute capability" in str(reason)
+
+
+def test_every_tier_must_run_and_variants_load_as_their_format_does() -> None:
+    reason = target_of("a100").refusal(kv_format("int8_token+tier8>nvfp4"))
+    assert reason is not None
+    assert "E2M1" in reason
+    vllm, llama_cpp = engine_of("vllm"), engine_of("llama.cpp")
+    known = WEIGHT_FORMATS
+    assert {n for n, f in known.items() if loads(vllm, f, known)} >= {"nvfp4", "nvfp4_lsq", "int4_g64_full", "fp8_w8a8", "int8"}
+    assert not any(loads(vllm, known[n], known) for n in ("mxfp6_e2m3", "int3_g64_asym", "int2_g32_asym_lsq"))
+    assert not any(loads(llama_cpp, f, known) for f in known.values() if not f.is_original)
+    assert all(loads(engine_of("none"), f, known) for f in known.values())
 
 
 def test_names() -> None:

@@ -116,5 +116,8 @@ def test_what_does_not_fit_is_refused() -> None:
     key, value = side(kv_format("nvfp4"), 40, 0, torch.float32), side(kv_format("nvfp4"), 41, 1, torch.float32)
     with pytest.raises(AutoqError, match="holds 40 keys but 41 values"):
         attention(torch.ones(2, 2, 1, 64, device=DEVICE), key.cached(), value.cached(), 1.0)
+    narrow = side(kv_format("nvfp4"), 40, 1, torch.float32, head_dim=32)
+    with pytest.raises(AutoqError, match="as wide as the queries, 64, not 64 and 32"):
+        attention(torch.ones(2, 2, 1, 64, device=DEVICE), key.cached(), narrow.cached(), 1.0)
     with pytest.raises(AutoqError, match="one query a sequence, not 3"):
         attention(torch.ones(2, 2, 3, 64, device=DEVICE), key.cached(), key.cached(), 1.0)

@@ -12,6 +12,8 @@ from autoq.errors import UserError
 from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import KV_FORMATS, kv_format
 from autoq.formats.format import KVFormat
+from autoq.measure.cache_statistics import CacheStatistics
+from autoq.measure.damage import Candidates
 from autoq.model.packed_cache import ORIGINAL, QuantizedKVCache
 from autoq.model.packed_tokens import Backend, PackedTokens, kernels
 from autoq.model.quantized import Assignment, quantized
@@ -100,6 +102,10 @@ def test_decoding_token_by_token_equals_one_pass(fmt: str, name: str) -> None:
     key, value = kv_format(fmt), kv_format("int4_token" if "channel" in fmt else fmt)
     chosen = {u.name: key if u.kind == "key" else value for u in units.caches}
     of = {u.name: known(model)[u.kind == "value"] for u in units.caches}
+    if name == "mixed" and (key.older or key.refresh):
+        with pytest.raises(UserError, match="no tiers or refresh there"):
+            packed(model, key, value)
+        return
     cache = packed(model, key, value)
     with torch.no_grad():
         with quantized(model, units, Assignment({}, chosen, of)):
@@ -176,6 +182,82 @@ def test_cropping_and_reordering_keep_what_was_read(fmt: str) -> None:
         side.drop_last(removed)
         assert side.tokens == kept
         assert torch.equal(side.read(), expected)
+
+
+def test_a_refreshed_scale_goes_on_after_a_crop_as_without_it() -> None:
+    x = torch.randn(2, 2, 60, 16, generator=torch.Generator().manual_seed(4)) + 20
+    known = CacheStatistics().with_values(x).calibration()
+    for name in ("nvfp4+refresh8", "fp8_affine+refresh8"):
+        whole, cropped = (PackedTokens(kv_format(name), known, Backend()) for _ in range(2))
+        whole.append(x)
+        for start, stop, removed in ((0, 20, 4), (16, 30, 14), (16, 16, 0), (16, 60, 0)):
+            cropped.append(x[:, :, start:stop])
+            cropped.drop_last(removed)
+        assert cropped.tokens == 60
+        error = (cropped.read() - x).square().mean() / (whole.read() - x).square().mean()
+        assert 0.8 < float(error) < 1.25  # what a dropped segment's next scale covers is told from decoded tokens
+        empty = PackedTokens(kv_format(name), known, Backend())
+        empty.append(100 * x[:, :, :5])
+        empty.drop_last(5)
+        empty.append(x)
+        assert torch.equal(empty.read(), whole.read())
+
+
+def test_a_bf16_cache_crops_as_the_dynamic_cache_does(llama: PreTrainedModel) -> None:
+    ids = prompt(2, 40)
+    ours, theirs = packed(llama, ORIGINAL, ORIGINAL), DynamicCache(config=llama.config)
+    logits = []
+    for cache in (ours, theirs):
+        with torch.no_grad():
+            llama(ids, past_key_values=cache)
+            cache.crop(-10)
+            logits.append(llama(ids[:, 30:], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+def test_what_a_window_forgets_is_refused() -> None:
+    model = build(MODELS["sliding"])
+    cache = packed(model, kv_format("nvfp4"), ORIGINAL)
+    with torch.no_grad():
+        model(prompt(1, 30), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="tokens that left the window are gone"):
+        cache.crop(-1)
+    for name in ("int8_token+tier8>int4_channel", "nvfp4+refresh8"):
+        with pytest.raises(UserError, match="no tiers or refresh there"):
+            packed(model, kv_format(name), ORIGINAL)
+    units = find_units(model)
+    assert all(u.window == 20 for u in units.caches)
+    some = (kv_format("nvfp4"), kv_format("nvfp4+refresh8"))
+    assert Candidates((), some, some).for_unit(units.caches[0]) == some[:1]
+
+
+def test_a_static_scale_without_calibration_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(UserError, match="layer 0 has no calibration"):
+        QuantizedKVCache.from_formats({0: (kv_format("fp8"), ORIGINAL)}, {}, llama.config)
+
+
+def test_a_padded_batch_has_no_nan_and_is_close(llama: PreTrainedModel) -> None:
+    ids = prompt(2, 50)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    units = find_units(llama)
+    for name in ("int8_channel", "fp8+residual8"):
+        chosen = {u.name: kv_format(name) for u in units.caches}
+        of = {u.name: known(llama)[u.kind == "value"] for u in units.caches}
+        with torch.no_grad():
+            plain = llama(ids, attention_mask=mask).logits
+            with quantized(llama, units, Assignment({}, chosen, of)):
+                found = llama(ids, attention_mask=mask).logits
+            stepwise = packed(llama, kv_format(name), kv_format(name))
+            steps = [
+                llama(part, attention_mask=mask[:, : 10 * i + 10], past_key_values=stepwise).logits
+                for i, part in enumerate(ids.split(10, dim=1))
+            ]
+        real = mask.bool()
+        assert torch.isfinite(found[real]).all()
+        assert torch.isfinite(torch.cat(steps, dim=1)[real]).all()
+        assert float((found[real] - plain[real]).square().mean() / plain[real].var()) < 1e-2
+        assert float((torch.cat(steps, dim=1)[real] - plain[real]).square().mean() / plain[real].var()) < 1e-2
 
 
 def test_a_cropped_cache_goes_on(llama: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ from autoq.model.units import find_units
 from autoq.search.baselines import fair_uniforms
 from autoq.search.engine import solve_for_engine
 from autoq.search.exchange import exchange
-from autoq.search.problem import Problem, make_problem
+from autoq.search.problem import Option, Problem, make_problem
 from autoq.search.solver import solve, total_bits, total_damage
 from tests.conftest import build, llama_config
 
@@ -140,6 +140,36 @@ def test_more_memory_saves_what_a_larger_budget_does(units: ModelUnits, candidat
         assert found.more == pytest.approx(0.02 * found.bytes, abs=1)
         assert found.saved >= 0
         assert found.nats_per_gib == pytest.approx(found.saved / found.more * 2**30)
+
+
+def test_the_cache_fits_at_every_context_up_to_the_one_asked_for(units: ModelUnits) -> None:
+    channel = (kv_format("int4_channel"),)
+    found = Candidates(tuple(weight_format(n) for n in WEIGHTS), channel, channel)
+    damage = {u.name: {f.name: 0.01 * (i + 1) for i, f in enumerate(found.for_unit(u))} for u in units.units}
+    for memory in ("146KB", "155KB", "170KB"):
+        problem, _ = problem_of(units, found, damage, memory)
+        choice = solve(problem)
+        weights = weight_cost(units, {u.name: weight_format(choice[u.name].format) for u in units.weights}).whole_bits
+        caches = {u.name: kv_format(choice[u.name].format) for u in units.caches}
+        for context in range(200, 257):
+            assert weights + kv_cost(units, caches, context, 3)[0] <= 8 * parse_budget(memory).value
+
+
+def test_exchange_keeps_an_engines_limits(units: ModelUnits, candidates: Candidates, damage: Any) -> None:
+    problem, _ = problem_of(units, candidates, damage, "160KB")
+    engine = ENGINES["sglang"]
+    choice = solve_for_engine(problem, units, engine)
+    names = frozenset(u.name for u in units.caches)
+    used: list[set[str]] = []
+
+    def solver(one: Problem) -> dict[str, Option]:
+        found = solve_for_engine(one, units, engine)
+        used.append({o.format for o in found.values()})
+        return found
+
+    exchange(problem, choice, names, solver)
+    assert used
+    assert all(len(formats) == 1 for formats in used)
 
 
 def test_uniforms_meet_every_budget(units: ModelUnits, candidates: Candidates, damage: Any) -> None:
