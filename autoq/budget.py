@@ -9,8 +9,8 @@ from typing import Literal
 from autoq.errors import UserError
 
 BITS_TOLERANCE = 0.001  # 4.5bits admits uniform nvfp4, whose tensor scales make it 4.500002
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_FORM = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*(bits?|%|[kKmMgG]i?B|B)?\s*$")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_FORM = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*(bits?|%|[kKmMgGtT]i?B|B)?\s*$")
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,25 @@ def parse_budget(text: str, option: str = "--budget") -> Budget:
 
 def parse_bytes(text: str, option: str) -> int:
     """Read `24GiB`; raises UserError."""
-    found = parse_budget(text, option)
-    if found.unit != "bytes":
-        raise UserError(f"{option} {text!r}: give bytes, such as 24GiB")
+    try:
+        found = parse_budget(text, option)
+    except UserError:
+        found = None
+    if found is None or found.unit != "bytes":
+        raise UserError(f"{option} {text!r}: give bytes, such as 24GiB or 500MB")
     return int(found.value)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "--context") -> int:
     """Read a count of tokens such as `4096`, `32k` or `1M` (k = 1,024); raises UserError."""
     found = re.match(r"^\s*([0-9]{1,15})\s*([kKmM]?)\s*$", text)
     if not found or int(found.group(1)) == 0:
-        raise UserError(f"{text!r} is not a number of tokens: write 4096, 32k or 1M")
+        raise UserError(f"{option} {text!r} is not a number of tokens: write 4096, 32k or 1M")
     return int(found.group(1)) * {"": 1, "k": 2**10, "m": 2**20}[found.group(2).lower()]
 
 
 def parse_count(text: str, option: str) -> int:
     """Read a whole number; raises UserError."""
     if not re.fullmatch(r"\s*-?[0-9]{1,12}\s*", text):
-        raise UserError(f"{option} {text!r} is not a whole number: write 1 or 1,8")
+        raise UserError(f"{option} {text!r} is not a whole number, or several such as 1,8")
     return int(text)

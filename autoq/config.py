@@ -76,6 +76,8 @@ class SearchConfig:
             value = getattr(self, name)
             if value < least:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
+        if self.batch >= 2**31:
+            raise UserError(f"--batch is {self.batch}, but must be below {2**31}")
         if not -(2**31) <= self.seed < 2**31:
             raise UserError(f"--seed is {self.seed}, but must fit 32 bits")
         object.__setattr__(self, "include", tuple(dict.fromkeys(self.include)))

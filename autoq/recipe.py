@@ -202,6 +202,7 @@ class Recipe(Strict):
         for layer in self.kv:
             for kind in ("key", "value"):
                 entry: CacheEntry = getattr(layer, kind)
+                _check_calibration(f"{layer.module}.{kind}", entry, kv_format_of(entry.format, self.kv_formats))
                 mean = None if entry.mean is None else decode_mean(entry.mean, layer.values_per_token, f"{layer.module}.{kind}")
                 found[f"{layer.module}.{kind}"] = Calibration(
                     entry.absmax, entry.absmax_centered or 0.0, entry.absmax_rotated or 0.0, mean
@@ -211,6 +212,16 @@ class Recipe(Strict):
     def write(self, path: Path) -> None:
         """Write the YAML file atomically."""
         write_atomically(path, to_yaml(self))
+
+
+def _check_calibration(unit: str, entry: CacheEntry, fmt: KVFormat) -> None:
+    """Raise UserError for a cache entry that lacks what its format is calibrated with."""
+    for one in fmt.chain:
+        needed = {"mean": one.center, "absmax_centered": one.center, "absmax_rotated": one.rotate}
+        for name, needs in needed.items():
+            is_static = name == "mean" or one.calibration == "absmax"
+            if needs and is_static and getattr(entry, name) is None:
+                raise UserError(f"the recipe's {unit} has no {name}, which its format {one.name} needs")
 
 
 _COMMENTS = {
@@ -265,8 +276,13 @@ def read_recipe(path: Path) -> Recipe:
         for cache in (layer.key, layer.value):
             if cache.format not in recipe.kv_formats:
                 raise unknown(f"format in the recipe's layer {layer.layer}:", cache.format, recipe.kv_formats)
-    recipe.weight_formats()
-    recipe.cache_formats()
+    layers = [layer.layer for layer in recipe.kv]
+    if twice := {n for n in layers if layers.count(n) > 1}:
+        raise UserError(f"the recipe {str(path)!r} has layer {min(twice)} twice under kv")
+    for name in recipe.formats:
+        format_of(name, recipe.formats)
+    for name in recipe.kv_formats:
+        kv_format_of(name, recipe.kv_formats)
     recipe.calibration()
     return recipe
 

@@ -31,7 +31,7 @@ class FormatEntry(Strict):
     scale: ScaleType = Field(description="type the block scales are stored in")
     rule: ScaleRule = Field(description="how the encoder picks the scale")
     tensor_scale: bool = Field(default=False, description="one more float32 scale for the tensor")
-    tensor_range: float | None = Field(default=None, description="block scale that the tensor scale maps the largest to")
+    tensor_range: float | None = Field(default=None, gt=0, description="block scale that the tensor scale maps the largest to")
     axis: Literal["token", "channel"] | None = Field(default=None, description="KV: what blocks run along")
     static_scale: Literal["none", "absmax"] | NotNegative | None = Field(
         default=None, description="KV: where the static scale comes from"
@@ -77,6 +77,12 @@ def kv_format_of(name: str, entries: dict[str, FormatEntry]) -> KVFormat:
     if entry.center and entry.rotate:
         raise UserError(f"the format {name} is both rotated and around a mean: autoq has either")
     values, axis = _block_format(name, entry), entry.axis or "token"
+    if calibration == 0:
+        raise UserError(f"the format {name} has a static scale that covers 0: give the largest magnitude, absmax or none")
+    if bool(entry.tier) != (entry.older is not None):
+        raise UserError(
+            f"the format {name} has a tier without what follows it, or the other way round: give tier and older together"
+        )
     older = None
     if entry.older is not None:
         others = {n: e for n, e in entries.items() if n != name}  # a format that leads back to itself is not there
@@ -120,10 +126,14 @@ def _block_format(name: str, entry: FormatEntry) -> Format:
         if entry.activation not in WEIGHT_FORMATS:
             raise unknown(f"activation format of {name}:", entry.activation, WEIGHT_FORMATS)
         activation = WEIGHT_FORMATS[entry.activation]
+    element = _element(name, entry.element)
+    allowed = ("fp16", "fp32") if isinstance(element, IntElement) else ("fp32", "e4m3", "e8m0", "none")
+    if element is not None and entry.scale not in allowed:
+        raise UserError(f"the format {name} has a scale in {entry.scale}, but {entry.element} takes {', '.join(allowed)}")
     extra: dict[str, Any] = {} if entry.tensor_range is None else {"tensor_range": entry.tensor_range}
     return Format(
         name,
-        _element(name, entry.element),
+        element,
         entry.block,
         entry.scale,
         entry.rule,

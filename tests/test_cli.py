@@ -86,6 +86,9 @@ def test_another_budget_reuses_the_profile_and_prints_tables(demo_search: dict[s
 def test_a_recipe_for_another_budget_is_kept(demo_search: dict[str, Any], tmp_path: Path) -> None:
     run = Path(shutil.copytree(Path(demo_search["cwd"], "run"), tmp_path / "run"))
     first = (run / "recipe.yaml").read_text()
+    for file in run.glob("recipe-*"):
+        file.unlink()
+    (run / "recipe-4.5bits-and-kv-5bits.yaml").write_text("kept before")
     again = [
         "search",
         "--samples",
@@ -103,8 +106,9 @@ def test_a_recipe_for_another_budget_is_kept(demo_search: dict[str, Any], tmp_pa
     ]
     done = run_autoq(*again, "--budget", "6bits")
     assert done.returncode == 0, done.stderr
-    assert (run / "recipe-4.5bits-and-kv-5bits.yaml").read_text() == first
-    assert (run / "result-4.5bits-and-kv-5bits.json").is_file()
+    assert (run / "recipe-4.5bits-and-kv-5bits.yaml").read_text() == "kept before"
+    assert (run / "recipe-4.5bits-and-kv-5bits-2.yaml").read_text() == first
+    assert (run / "result-4.5bits-and-kv-5bits-2.json").is_file()
     assert "is kept as" in done.stderr
     assert (run / "recipe.yaml").read_text() != first
 
@@ -170,6 +174,15 @@ MISTAKES = [
     (["search", "--budget", "1bits"], "cannot be met"),
     (["search", "--memory", "2MiB"], "the least this space reaches is"),
     (["search", "--memory", "4bits"], "give bytes, such as 24GiB"),
+    (["search", "--memory", "much"], "give bytes, such as 24GiB"),
+    (["search", "--kv-budget", "6", "--batch", "3000000000"], "--batch is 3000000000"),
+    (
+        ["search", "--memory", "6MiB", "--engine", "llama.cpp"],
+        "what --engine llama.cpp can run of the search space 'default' has none",
+    ),
+    (["memory", "--memory", ""], "give bytes"),
+    (["memory", "--target", "h10", "--memory", "1GiB"], "h100"),
+    (["retrieval", "--lengths", "x"], "--lengths 'x' is not a number of tokens"),
     (["search", "--memory", "6MiB", "--kv-budget", "7MiB"], "contradicts --memory 6MiB"),
     (["search", "--memory", "1GiB", "--context", "1M"], "beyond this model's maximum"),
     (["search", "--memory", "1GiB", "--batch", "0"], "--batch is 0"),

@@ -103,6 +103,16 @@ def test_every_tensor_is_named_and_the_totals_add_up(recipe_path: Path, demo_sea
     assert predicted == pytest.approx(recipe.predicted.kl, rel=1e-3)
 
 
+def own_format(**changes: Any) -> dict[str, Any]:
+    plain = {"element": "INT8", "block": None, "scale": "fp32", "rule": "absmax", "axis": "token", "static_scale": "none"}
+    return {"own": {**plain, **changes}}
+
+
+def use(data: dict[str, Any], entry: dict[str, Any]) -> None:
+    data["kv_formats"].update(entry)
+    data["kv"][0]["key"]["format"] = "own"
+
+
 def rename_unit(data: dict[str, Any]) -> None:
     data["weights"]["model.layers.0.self_attn.qvk"] = data["weights"].pop("model.layers.0.self_attn.qkv")
 
@@ -122,8 +132,41 @@ def rename_unit(data: dict[str, Any]) -> None:
         (lambda d: d["totals"].update(bits=-1.0), r"totals\.bits"),
         (lambda d: d["totals"].update(kv_bits=float("nan")), r"totals\.kv_bits"),
         (lambda d: d["totals"].update(weight_bytes=-1), r"totals\.weight_bytes"),
+        (lambda d: d["kv_formats"].update(own_format(scale="none")), "has a scale in none, but INT8 takes fp16, fp32"),
+        (lambda d: d["kv_formats"].update(own_format(tier=16)), "has a tier without what follows it"),
+        (
+            lambda d: d["kv_formats"].update(own_format(element="E4M3", scale="none", static_scale=0.0)),
+            "static scale that covers 0",
+        ),
+        (lambda d: d["kv_formats"].update(own_format(element="E2M1", scale="e4m3", tensor_range=0.0)), r"tensor_range"),
+        (
+            lambda d: use(d, own_format(element="E2M1", scale="e4m3", block=16, static_scale="absmax", rotate=True)),
+            "has no absmax_rotated",
+        ),
+        (lambda d: use(d, own_format(element="E4M3", scale="none", static_scale=1.0, center=True)), "has no mean"),
+        (lambda d: d["kv"].append(d["kv"][0]), "has layer 0 twice"),
     ],
-    ids=["key", "nested-key", "missing", "format", "element", "scale", "rule", "version", "type", "negative", "nan", "bytes"],
+    ids=[
+        "key",
+        "nested-key",
+        "missing",
+        "format",
+        "element",
+        "scale",
+        "rule",
+        "version",
+        "type",
+        "negative",
+        "nan",
+        "bytes",
+        "int-scale",
+        "tier",
+        "static-0",
+        "range-0",
+        "no-rotated",
+        "no-mean",
+        "twice",
+    ],
 )
 def test_what_is_wrong_is_named(recipe_path: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], says: str) -> None:
     with pytest.raises(UserError, match=says):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autoq.budget import Budgets, parse_budget
+from autoq.budget import Budget, Budgets, parse_budget, parse_bytes
 from autoq.config import SearchConfig
 from autoq.cost.engines import Engine, engine_of, loads
 from autoq.cost.kv_memory import context_of
@@ -94,7 +94,11 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
 def _left_of(config: SearchConfig) -> str:
     parts = [f"--target {config.target}"] if config.target != "any" else []
     parts += [f"--engine {config.engine}"] if config.engine != "none" else []
-    return f"the search space {config.space!r}" + (f", as {' and '.join(parts)} leave it," if parts else "")
+    return (
+        f"what {' and '.join(parts)} can run of the search space {config.space!r}"
+        if parts
+        else f"the search space {config.space!r}"
+    )
 
 
 def _budgets(config: SearchConfig, needed: bool) -> Budgets:
@@ -105,9 +109,7 @@ def _budgets(config: SearchConfig, needed: bool) -> Budgets:
         )
     weights = parse_budget(config.budget) if config.budget else None
     kv = parse_budget(config.kv_budget, "--kv-budget") if config.kv_budget else None
-    memory = parse_budget(config.memory, "--memory") if config.memory else None
-    if memory is not None and memory.unit != "bytes":
-        raise UserError(f"--memory {memory.text!r}: give bytes, such as 24GiB")
+    memory = Budget(config.memory.strip(), parse_bytes(config.memory, "--memory"), "bytes") if config.memory else None
     for option, side in (("--budget", weights), ("--kv-budget", kv)):
         if memory is not None and side is not None and side.unit == "bytes" and side.value >= memory.value:
             raise UserError(

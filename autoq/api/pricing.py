@@ -11,6 +11,7 @@ from autoq.api.applying import recipe_assignment
 from autoq.budget import Budgets
 from autoq.cost.engines import Engine, engine_of
 from autoq.cost.kv_memory import context_of, kv_cost
+from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
 from autoq.formats.catalog import KV_FORMATS
 from autoq.formats.format import KVFormat
@@ -53,7 +54,7 @@ class _Prices:
 
 def memory(
     model: str, contexts: Sequence[int], batches: Sequence[int], recipe: recipes.Recipe | None = None,
-    engine: str = "none", available: int | None = None,
+    engine: str = "none", available: int | None = None, target: str = "any",
 ) -> Memory:  # fmt: skip
     """Price weights and cache for every KV format, context and batch; a config alone is enough.
 
@@ -61,8 +62,9 @@ def memory(
 
     Args:
         engine: counts its pages whole, and leaves out cache formats it cannot serve. available: bytes of the device.
+        target: a device; cache formats it cannot run are left out.
 
-    Raises UserError for a context beyond the model's maximum or a batch of 0.
+    Raises UserError for a context beyond the model's maximum a batch of 0, or a recipe that engine or target cannot serve.
     """
     for batch in batches:
         if batch < 1:
@@ -74,8 +76,9 @@ def memory(
     has_head = recipe is not None and any(e.role == "head" for e in recipe.weights.values())
     units = find_units(load.empty_model(config), ("lm_head",) if has_head else ())
     prices = _Prices(units, engine_of(engine), recipe.totals.weight_bytes if recipe else 2 * units.parameters)
-    formats = _cache_formats(units, prices.engine, recipe)
+    formats = _cache_formats(units, prices.engine, target_of(target), recipe)
     rows = []
+    contexts, batches = list(dict.fromkeys(contexts)), list(dict.fromkeys(batches))
     for context in contexts:
         for batch in batches:
             for name, assignment in formats.items():
@@ -84,7 +87,8 @@ def memory(
                 row = {"kv_format": name, "context": context, "batch": batch, "kv_bytes": kv_bytes,
                        "weight_bytes": prices.weight_bytes, "total_bytes": total}  # fmt: skip
                 if available is not None:
-                    row["fits"] = prices.peak(assignment, context, batch) + prices.weight_bytes <= available
+                    peak = prices.peak(assignment, context, batch) + prices.weight_bytes  # at some length on the way
+                    row |= {"peak_bytes": peak, "fits": peak <= available}
                 rows.append(row)
     if available is None:
         return Memory(rows, [])
@@ -92,8 +96,19 @@ def memory(
     return Memory(rows, [_largest(prices, n, f, contexts, batches, longest, available) for n, f in formats.items()])
 
 
-def _cache_formats(units: ModelUnits, engine: Engine, recipe: recipes.Recipe | None) -> dict[str, dict[str, KVFormat]]:
-    served = {n: f for n, f in KV_FORMATS.items() if f.is_original or engine.kv_formats is None or n in engine.kv_formats}
+def _cache_formats(
+    units: ModelUnits, engine: Engine, target: Target, recipe: recipes.Recipe | None
+) -> dict[str, dict[str, KVFormat]]:
+    def is_served(fmt: KVFormat) -> bool:
+        by_engine = fmt.is_original or engine.kv_formats is None or fmt.name in engine.kv_formats
+        return by_engine and target.refusal(fmt) is None
+
+    for name, fmt in recipe.cache_formats().items() if recipe else ():
+        if not is_served(fmt):
+            raise UserError(
+                f"the recipe keeps {name} in {fmt.name}, which --engine {engine.name} or --target {target.name} does not serve"
+            )
+    served = {n: f for n, f in KV_FORMATS.items() if is_served(f)}
     found = {name: dict.fromkeys((u.name for u in units.caches), f) for name, f in served.items() if _fits_heads(f, units)}
     return {"recipe": dict(recipe_assignment(recipe, units).caches)} | found if recipe else found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from dataclasses import asdict, dataclass, field
@@ -177,6 +178,10 @@ def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | 
     )
     suffix = re.sub(r"[^A-Za-z0-9.]+", "-", budget.replace("weights ", "").replace("%", "percent"))
     kept = path.with_name(f"recipe-{suffix}.yaml")
+    names = (f"{suffix}-{i}" for i in itertools.count(2))
+    while kept.exists():  # kept for another context, batch, engine or target, or in another round
+        suffix = next(names)
+        kept = path.with_name(f"recipe-{suffix}.yaml")
     os.replace(path, kept)
     figures = path.with_name(RESULT)
     if figures.is_file():

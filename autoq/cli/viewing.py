@@ -87,8 +87,8 @@ def retrieval(
     """Plant facts in generated text, and see whether the quantized model finds them as the original does."""
     from autoq.budget import parse_count, parse_size
 
-    tokens = [parse_size(n) for n in lengths.split(",")]
-    percents = [parse_count(d, "--depths") for d in depths.split(",")]
+    tokens = list(dict.fromkeys(parse_size(n, "--lengths") for n in lengths.split(",")))
+    percents = list(dict.fromkeys(parse_count(d, "--depths") for d in depths.split(",")))
     from autoq import api
 
     result = api.retrieval(api.find_recipe(recipe), model, tokens, [p / 100 for p in percents], samples, seed, reporter())
@@ -148,10 +148,11 @@ def memory(
     from autoq.recipe import read_recipe
 
     loaded = read_recipe(api.find_recipe(recipe)) if recipe else None
-    room = parse_bytes(available, "--memory") if available else target_of(target).memory if target else None
-    if target and room is None:
+    device = target_of("any" if target is None else target)
+    room = device.memory if available is None else parse_bytes(available, "--memory")
+    if target is not None and room is None:
         raise UserError(f"--target {target} says nothing of its memory: give --memory 24GiB")
-    found = api.memory(model or (loaded.model.id if loaded else D.model), contexts, batches, loaded, engine, room)
+    found = api.memory(model or (loaded.model.id if loaded else D.model), contexts, batches, loaded, engine, room, device.name)
     if as_json:
         print_json({"rows": found.rows, "largest": found.largest})
     else:

@@ -114,6 +114,8 @@ def kv_format(name: str) -> KVFormat:
         count = option[len(key) :]
         if key not in ("residual", "sink", "tier", "refresh") or not 1 <= len(count) <= 9:
             raise unknown("KV option", option, ["residual128", "sink4", "tier512", "refresh256"])
+        if int(count) == 0 or getattr(found, key) or found.is_original:
+            raise UserError(f"KV format {name!r}: {option} has no effect, or is given twice")
         found = replace(found, **{key: int(count)})  # type: ignore[arg-type]
     if bool(aged) != bool(found.tier):
         raise UserError(f"KV format {name!r}: write a tier with what follows it, as int8_token+tier512>int4_channel")

@@ -29,8 +29,11 @@ def feasible_ways(problem: Problem, units: ModelUnits, engine: Engine) -> list[t
     """
     found = [way for way in _ways(problem, units, engine) if _is_feasible(way[0])]
     if not found:
-        names = ", ".join(sorted(engine.kv_formats or ()))
-        raise UserError(f"--engine {engine.name} cannot meet the budgets: it serves {names} ({engine.mixing}); ask for more memory")
+        left = {o.format for u in units.caches for o in problem.options[u.name] if _served(o, engine)}
+        names = ", ".join(sorted(left))
+        raise UserError(
+            f"--engine {engine.name} cannot meet the budgets: of this space and target it serves {names} ({engine.mixing}); ask for more memory"
+        )
     return found
 
 

@@ -166,6 +166,9 @@ def test_an_engine_counts_whole_pages_and_its_own_formats(eight_heads: Path) -> 
     rows = api.memory(str(eight_heads), [33], [2], engine="vllm").rows
     assert {r["kv_format"] for r in rows} == {"bf16", "fp8", "fp8_cast", "nvfp4", "int8_head"}
     assert next(r for r in rows if r["kv_format"] == "bf16")["kv_bytes"] == 2 * 2 * 2 * 32 * 8 * 128 * 48
+    on_a100 = {r["kv_format"] for r in api.memory(str(eight_heads), [33], [2], target="a100").rows}
+    assert {"int4_token", "int8_head", "bf16"} <= on_a100
+    assert not {"fp8", "nvfp4", "mxfp4"} & on_a100
     assert kv_format("int8_head").storage_bits(10, 8, 128) == 10 * 8 * (8 * 128 + 32)
     assert kv_format("q8_0").storage_bits(10, 8, 128) == 10 * 8 * 128 * 8.5
     assert kv_format("nvfp4_affine").storage_bits(10, 8, 128, batch=3) == 3 * 10 * 8 * 128 * 4.5 + 16 * 8 * 128

@@ -308,6 +308,7 @@ def test_a_residual_by_token_is_prefilled_token_by_token(llama: PreTrainedModel)
 @pytest.mark.parametrize(
     ("name", "says"),
     [("int4_channel+sink4", "whole groups of 32 tokens"), ("int8_token+sink4+tier8>int4_channel", "whole groups of 32 tokens"),
+     ("nvfp4+sink4+sink8", "given twice"), ("nvfp4+sink0", "no effect"), ("bf16+sink4", "no effect"),
      ("int8_token+tier8", "write a tier with what follows it"), ("int8_token>int4_token", "write a tier with what follows it"),
      ("int8_token+refresh8", "only static scales can be refreshed"), ("nvfp4+refresh8+tier8>int4_token", "do not go together"),
      ("int8_token+tier8>int4_token+sink4", "by sink and residual of the first format"), ("int8_token+tier8>bf16", "of the first format")],

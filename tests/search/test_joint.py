@@ -127,7 +127,7 @@ def test_an_engine_is_served_exactly(name: str, units: ModelUnits, candidates: C
 def test_an_engine_that_cannot_meet_the_budget_says_so(units: ModelUnits, candidates: Candidates, damage: Any) -> None:
     problem, _ = problem_of(units, candidates, damage, "142KB")
     only_8_bit = Engine("eight", frozenset({"fp8"}), "one")
-    with pytest.raises(UserError, match="--engine eight cannot meet the budgets: it serves fp8"):
+    with pytest.raises(UserError, match="--engine eight cannot meet the budgets: of this space and target it serves bf16, fp8"):
         solve_for_engine(problem, units, only_8_bit)
 
 
