@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma3nTextConfig
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma3nTextConfig, GPT2Config
 
 from autoq import api, cli
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 from autoq.model.load import load_model, model_source
 from autoq.recipe import read_recipe
-from tests.conftest import SMALL, llama_config, run_autoq
+from tests.conftest import SMALL, run_autoq
 
 MLA = DeepseekV2Config(**{**SMALL, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
                           "v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
@@ -60,6 +60,16 @@ def test_a_latent_cache_is_refused_and_its_weights_are_not(tmp_path: Path) -> No
     assert not plan.units.caches
     assert plan.units.weights
     assert any("MLA" in note for note in plan.notes)
+
+
+def test_a_head_dim_that_no_format_fits_is_named(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=142, n_head=2, n_layer=2, vocab_size=128, n_positions=512)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "space.yaml").write_text("keys: [int4_token, nvfp4_rotate]\nvalues: [int4_token]\n")
+    done = run_autoq("search", "--kv-budget", "6", "--model", str(tmp_path), "--space", str(tmp_path / "space.yaml"))
+    assert done.returncode == 2
+    assert "no group of int4_token fits a head_dim of 71" in done.stderr
 
 
 def test_layers_that_share_a_cache_are_refused(tmp_path: Path) -> None:

@@ -180,6 +180,8 @@ def searchable(
         return tuple(kept)
 
     fitted = replace(candidates, keys=fitting(candidates.keys), values=fitting(candidates.values))
+    if kv_wanted and notes and not (fitted.keys and fitted.values):
+        raise UserError(f"the cache of this model fits none of the formats: {notes[0]}")
     return units, fitted, tuple(dict.fromkeys(notes))
 
 
