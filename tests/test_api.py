@@ -15,7 +15,7 @@ from autoq.config import SearchConfig
 from autoq.errors import UserError
 from autoq.model.load import load_model, model_source
 from autoq.recipe import read_recipe
-from tests.conftest import SMALL, run_autoq
+from tests.conftest import SMALL, llama_config, run_autoq
 
 MLA = DeepseekV2Config(**{**SMALL, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
                           "v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
