@@ -52,3 +52,9 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 ProfileBatch = Annotated[int, typer.Option(help="Sequences scored together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+RecipeFile = Annotated[
+    Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+]
+ItsModel = Annotated[
+    str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
+]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autoq.cli.app import app
-from autoq.cli.options import Debug, Json
+from autoq.cli.options import Debug, ItsModel, Json, RecipeFile
 from autoq.cli.output import fail, print_json, reporter, stdout
 from autoq.config import SearchConfig
 from autoq.errors import UserError
@@ -18,9 +18,7 @@ D = SearchConfig()
 
 @app.command(epilog="Examples:\n\nautoq show\n\nautoq show runs/mine\n\nautoq show recipe.yaml --json")
 def show(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
-    ] = None,
+    recipe: RecipeFile = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -41,12 +39,8 @@ def show(
     epilog="Examples:\n\nautoq validate\n\nautoq validate runs/mine --sample 5\n\nautoq validate recipe.yaml --model ./my-model --json"
 )
 def validate(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
-    ] = None,
+    recipe: RecipeFile = None,
+    model: ItsModel = None,
     sample: Annotated[
         int | None,
         typer.Option(help="Pack only so many units with the kernels, drawn at random. Default: all.", show_default=False),
@@ -71,12 +65,8 @@ def validate(
 
 @app.command(epilog="Examples:\n\nautoq retrieval\n\nautoq retrieval runs/mine --lengths 1k,4k --depths 0,25,50,75,100 --samples 8")
 def retrieval(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
-    ] = None,
+    recipe: RecipeFile = None,
+    model: ItsModel = None,
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, separated by commas.")] = "256",
     depths: Annotated[str, typer.Option(help="Where the fact stands, in percent of the text.")] = "0,50,100",
     samples: Annotated[int, typer.Option(help="Prompts for every kind, length and depth.")] = 4,
