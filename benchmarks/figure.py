@@ -83,11 +83,8 @@ def cache_table(results: dict[str, Any]) -> str:
         lines.append(
             f"| {row['what']} | {row['bits']:.3f} | {predicted} | {row['measured']:.4f} ± {row['stderr']:.4f} | {row['measured'] / nvfp4:.2f} |"
         )
-    lines += [
-        "",
-        f"| windows of | {' | '.join(r['format'] for r in results['contexts'] if r['length'] == 256)} |",
-        "|---|---|---|---|---|",
-    ]
+    names = list(dict.fromkeys(r["format"] for r in results["contexts"]))
+    lines += ["", f"| windows of | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for length in dict.fromkeys(r["length"] for r in results["contexts"]):
         cells = [f"{r['measured']:.4f} ± {r['stderr']:.4f}" for r in results["contexts"] if r["length"] == length]
         lines.append(f"| {length:,} tokens | {' | '.join(cells)} |")

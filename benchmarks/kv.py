@@ -29,7 +29,7 @@ from autoq.search.space import load_space
 BUDGETS = ("4.0", "4.5", "5.0", "6.0")
 LENGTHS = (256, 1024, 4096)
 TOKENS = 8192  # measured at every length
-GROWING = ("fp8_cast", "nvfp4", "int4_token", "int4_channel")
+GROWING = ("nvfp4", "int4_channel")
 RESIDUAL = ("int2_channel", "int2_token")  # keys, values
 
 
