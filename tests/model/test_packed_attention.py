@@ -60,6 +60,7 @@ def test_generation_from_bytes_equals_generation_from_decoded_tokens(
     name: str, key: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(MODELS[name])
+    model.set_attn_implementation("eager")  # sdpa leaves the softcap out in older releases
     ids = torch.randint(2, 128, (2, 30), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :7] = 0  # left padding
