@@ -1,4 +1,4 @@
-"""Serving engines: which cache formats each can serve, and how they may be mixed over the layers.
+"""Serving engines: which weights each loads, which cache formats it can serve, and how they may be mixed over the layers.
 
 Sources: vLLM `--kv-cache-dtype` and `--kv-cache-dtype-skip-layers`, SGLang `--kv-cache-dtype`, TensorRT-LLM
 `kv_cache_quant_algo`, llama.cpp `-ctk` and `-ctv`. Where K and V may differ, or any layer may have its own format, only

@@ -31,13 +31,19 @@ class Exchange:
 
 
 def exchange(problem: Problem, choice: dict[str, Option], units: frozenset[str], solver: Solver = solve) -> Exchange:
-    """Return what the units of one side (the weights, or the caches) would gain from STEP more bits.
+    """Return what the units of one side (the weights, or the caches) would gain from STEP more bits, or one unit's step if that is more.
 
     `solver` keeps what else the solution has to keep (an engine's limits). Both solutions are of that side alone, so that a side bound by a limit of its own can be compared with one that is not.
     """
     options = {u: o for u, o in problem.options.items() if u in units}
     now = total_bits(choice, units)
-    more = max(1, int(now * STEP))
+    steps = [
+        o.bits - choice[u].bits
+        for u, found in options.items()
+        for o in found
+        if o.bits > choice[u].bits and o.damage < choice[u].damage
+    ]
+    more = max(1, int(now * STEP), min(steps, default=0))  # what buys nothing for any unit says nothing
 
     def best(bits: int) -> float:
         return total_damage(solver(replace(problem, options=options, limits=(Limit("exchange", units, bits),))))
