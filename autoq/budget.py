@@ -108,3 +108,11 @@ def parse_count(text: str, option: str) -> int:
     if not re.fullmatch(r"\s*-?[0-9]{1,12}\s*", text):
         raise UserError(f"{option} {text!r} is not a whole number, or several such as 1,8")
     return int(text)
+
+
+def parse_duration(text: str, option: str = "--timeout") -> float:
+    """Read a time such as `90`, `90s`, `15m` or `2h` in seconds; raises UserError."""
+    found = re.match(r"^\s*([0-9]*\.?[0-9]+)\s*(s|m|h)?\s*$", text)
+    if not found or float(found.group(1)) == 0:
+        raise UserError(f"{option} {text!r} is not a time: write 90s, 15m or 2h")
+    return float(found.group(1)) * {None: 1, "s": 1, "m": 60, "h": 3600}[found.group(2)]

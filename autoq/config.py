@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from autoq.errors import UserError
+from autoq.errors import UserError, unknown
+
+SIDES = ("weights", "cache", "both")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,13 @@ class SearchConfig:
         context, batch: tokens and sequences for which the cache is priced; None is 8,192 tokens or the model's maximum.
         correct: profile sequences on which every uniform format is measured to correct its column; 0 leaves it out.
         validate: weight units, drawn at random, that the kernels pack at the end to check the recipe on bytes; 0 leaves it out.
+        weak: cells outside the trusted range of the prediction that may be measured alone when the solution wants them; 0 leaves it out.
+        trials: recipes near the exact solution that Optuna measures. sampler: tpe, gp, nsga3, cmaes or random.
+        trial_samples: windows of text to measure trials on, kept apart from what is profiled and what the result is measured on.
+        storage: where trials are kept: a database URL, grpc://host:port; None is a journal file in the run folder. study: its name.
+        workers: processes on the study, this one included. timeout: seconds after which no more trial is begun.
+        front: find the trade-off between damage and memory, not one recipe. max_kl: find the smallest recipe within that damage, in nats.
+        sides: what `front` and `max_kl` make smaller where no budget says so: weights, cache or both.
         run: the run folder; None makes runs/<model>-<time>.
         profile_batch: sequences scored together.
     """
@@ -47,6 +57,17 @@ class SearchConfig:
     batch: int = 1
     correct: int = 8
     validate: int = 0
+    weak: int = 128
+    trials: int = 0
+    sampler: str = "tpe"
+    trial_samples: int = 16
+    storage: str | None = None
+    study: str | None = None
+    workers: int = 1
+    timeout: float | None = None
+    front: bool = False
+    max_kl: float | None = None
+    sides: str = "weights"
     run: Path | None = None
     resume: bool = False
     include: tuple[str, ...] = ()
@@ -54,6 +75,11 @@ class SearchConfig:
     device: str = "auto"
     dtype: str = "auto"
     profile_batch: int = 16
+
+    @property
+    def needs_trial_text(self) -> bool:
+        """True if recipes are compared before the last of them is measured."""
+        return self.trials > 0 or self.max_kl is not None
 
     def options(self) -> str:
         """Return the command-line options that make the same profile again: those that are not the defaults."""
@@ -72,10 +98,28 @@ class SearchConfig:
             ("profile_batch", 1),
             ("correct", 0),
             ("validate", 0),
+            ("weak", 0),
+            ("trials", 0),
+            ("trial_samples", 2),
+            ("workers", 1),
         ):
             value = getattr(self, name)
             if value < least:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
+        if self.sides not in SIDES:
+            raise unknown("value of --sides", self.sides, SIDES)
+        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
+            raise UserError(f"--max-kl is {self.max_kl}, but must be above 0 nats per token")
+        if self.max_kl is not None and self.front:
+            raise UserError("--max-kl asks for one recipe and --front for all: leave one out")
+        if self.timeout is not None and not self.timeout > 0:
+            raise UserError(f"--timeout is {self.timeout}, but must be above 0 seconds")
+        if not self.trials:
+            for name in ("storage", "study", "timeout"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name} is about trials: give --trials too")
+            if self.workers > 1:
+                raise UserError("--workers is about trials: give --trials too")
         if self.batch >= 2**31:
             raise UserError(f"--batch is {self.batch}, but must be below {2**31}")
         if not -(2**31) <= self.seed < 2**31:

@@ -111,6 +111,16 @@ class UniformEntry(Strict):
     stderr: NotNegative
 
 
+class TrialsEntry(Strict):
+    """What Optuna's trials came to."""
+
+    study: str
+    measured: Count = Field(description="trials")
+    windows: Count = Field(description="of text that trials were measured on")
+    recipe_minus_solution: float = Field(description="measured KL of this recipe less the exact solution's, paired by window")
+    stderr: NotNegative
+
+
 class MeasuredEntry(Strict):
     """What was measured on text that was not profiled."""
 
@@ -126,6 +136,8 @@ class MeasuredEntry(Strict):
     tokens_per_window: Count
     text: str
     uniform: tuple[UniformEntry, ...]
+    chosen: str = Field(default="exact solution", description="what the recipe is: exact solution, trial N, uniform FORMAT")
+    trials: TrialsEntry | None = None
 
 
 class ProvenanceEntry(Strict):

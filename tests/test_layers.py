@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "autoq"
 LAYERS = [
-    {"errors", "config", "__init__"},
+    {"errors", "config", "process_memory", "__init__"},
     {"yaml_file", "budget", "formats", "report.progress", "run_folder"},
     {"codec", "kernels"},
     {"recipe_formats"},
@@ -16,6 +16,7 @@ LAYERS = [
     {"cost"},
     {"measure"},
     {"search"},
+    {"trials"},
     {"report"},
     {"api"},
     {"cli", "__main__"},
@@ -81,3 +82,11 @@ def test_the_command_line_imports_torch_only_when_needed() -> None:
         at_top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
         named = [getattr(n, "module", None) or n.names[0].name for n in at_top]
         assert not [n for n in named if n.split(".")[0] in heavy or n in heavy], name
+
+
+def test_optuna_is_imported_by_the_trials_alone() -> None:
+    allowed = ("trials.",)
+    for name, tree in modules().items():
+        named = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and not is_typing_only(n, tree)]
+        sources = {getattr(n, "module", None) or n.names[0].name for n in named}
+        assert not [s for s in sources if s.split(".")[0] == "optuna"] or name.startswith(allowed), name

@@ -1,18 +1,19 @@
-"""The verbs: search, profile, front, show, memory, validate, retrieval. The command line and notebooks call these and nothing below."""
+"""The verbs: search, worker, profile, front, show, memory, validate, retrieval. The command line and notebooks call these and nothing below."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from autoq.api.applying import assignment_of, check_names, quantized, recipe_assignment
+from autoq.api.confirming import UniformResult
 from autoq.api.fronts import FrontResult, front
 from autoq.api.plan import Plan, make_plan
 from autoq.api.pricing import memory
 from autoq.api.profiling import Profiled, profile
-from autoq.api.recording import UniformResult
 from autoq.api.retrieving import Retrieval, retrieval
 from autoq.api.searching import SearchResult, search
 from autoq.api.showing import find_recipe, show
+from autoq.api.working import Worked, worker
 
 if TYPE_CHECKING:
     from autoq.api.validating import Validation, validate
@@ -25,6 +26,7 @@ __all__ = [
     "SearchResult",
     "UniformResult",
     "Validation",
+    "Worked",
     "assignment_of",
     "check_names",
     "find_recipe",
@@ -38,6 +40,7 @@ __all__ = [
     "search",
     "show",
     "validate",
+    "worker",
 ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoq.budget import Budget, Budgets, parse_budget, parse_bytes
 from autoq.config import SearchConfig
 from autoq.cost.engines import Engine, engine_of, loads
-from autoq.cost.kv_memory import context_of
+from autoq.cost.kv_memory import cache_values, context_of
 from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
 from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
@@ -46,6 +46,17 @@ class Plan:
     def problem(self, damage: DamageTable | None = None) -> Problem:
         """Return the allocation problem; raises UserError for a budget that cannot be met."""
         return make_problem(self.units, self.candidates, self.budgets, damage)
+
+    def sides(self) -> dict[str, tuple[frozenset[str], int]]:
+        """Return name -> (units, number of values) of what is searched: "weights", "cache"."""
+        units, budgets = self.units, self.budgets
+        found = {}
+        if budgets.search_weights:
+            found["weights"] = frozenset(u.name for u in units.weights), units.searched
+        if budgets.search_caches:
+            values = sum(cache_values(u, budgets.tokens, budgets.batch) for u in units.caches)
+            found["cache"] = frozenset(u.name for u in units.caches), values
+        return found
 
 
 def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
@@ -103,9 +114,16 @@ def _left_of(config: SearchConfig) -> str:
 
 def _budgets(config: SearchConfig, needed: bool) -> Budgets:
     """Read the budgets; the context is not resolved yet."""
-    if needed and config.budget is None and config.kv_budget is None and config.memory is None:
+    is_bounded = config.budget is not None or config.kv_budget is not None or config.memory is not None
+    if needed and not is_bounded and not config.front and config.max_kl is None:
         raise UserError(
-            "give a budget: --budget 4.5bits for the weights, --kv-budget 6bits for the cache, --memory 24GiB for both together"
+            "give a budget: --budget 4.5bits for the weights, --kv-budget 6bits for the cache, --memory 24GiB for both together; "
+            "or --max-kl 0.05 for the smallest recipe within that damage"
+        )
+    if not is_bounded and (config.front or config.max_kl is not None):
+        everything = parse_budget("16bits")
+        return Budgets(
+            everything if config.sides != "cache" else None, everything if config.sides != "weights" else None, batch=config.batch
         )
     weights = parse_budget(config.budget) if config.budget else None
     kv = parse_budget(config.kv_budget, "--kv-budget") if config.kv_budget else None

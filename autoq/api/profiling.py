@@ -16,7 +16,7 @@ from autoq.measure.profile import FILE, Fingerprint, Profile, existing, make_pro
 from autoq.model import load
 from autoq.model.text import STDLIB, own_bos, sequences, text_sources
 from autoq.model.units import find_units
-from autoq.report.memory import peak_bytes
+from autoq.process_memory import peak_bytes
 from autoq.report.progress import Clock, Reporter, Silent
 from autoq.run_folder import RunFolder, make_folder
 
@@ -29,13 +29,15 @@ class Profiled:
     """A loaded model with its profile.
 
     Attributes:
-        ids, eval_ids: [sequences, tokens] to profile and to measure on; bos: the token each starts with, or None.
+        ids, eval_ids: [sequences, tokens] to profile and to measure on; trial_ids: for trials, text that neither sees, or None.
+        bos: the token each sequence starts with, or None.
     """
 
     plan: Plan
     model: PreTrainedModel
     ids: torch.Tensor
     eval_ids: torch.Tensor
+    trial_ids: torch.Tensor | None
     bos: int | None
     profile: Profile
     run: RunFolder
@@ -61,7 +63,12 @@ def profile_plan(plan: Plan, clock: Clock) -> Profiled:
         calib, measure = text_sources(config.calib, config.eval)
         limit = getattr(plan.model_config.get_text_config(decoder=True), "max_position_embeddings", None)
         ids = sequences(tokenizer, calib, config.samples, config.seq_len)
-        eval_ids = sequences(tokenizer, measure, config.eval_samples, min(config.eval_len, limit or config.eval_len))
+        eval_len = min(config.eval_len, limit or config.eval_len)
+        eval_ids = sequences(tokenizer, measure, config.eval_samples, eval_len)
+        trial_ids = None
+        if config.needs_trial_text:
+            profiled = ids.numel() - (len(ids) if own_bos(tokenizer) is not None else 0)
+            trial_ids = sequences(tokenizer, calib, config.trial_samples, eval_len, skip=profiled)
         model = load.load_model(plan.source, config.device, config.dtype)
         units = plan.units
         if [u.name for u in find_units(model, config.include).weights] != [u.name for u in units.weights]:
@@ -89,7 +96,7 @@ def profile_plan(plan: Plan, clock: Clock) -> Profiled:
     if peak := peak_bytes():
         held = sum(p.numel() * p.element_size() for p in model.parameters())
         say(f"peak memory of the process {peak / 2**30:.2f} GiB, of which the model is {held / 2**30:.2f} GiB")
-    return Profiled(plan, model, ids, eval_ids, own_bos(tokenizer), profile, run, clock)
+    return Profiled(plan, model, ids, eval_ids, trial_ids, own_bos(tokenizer), profile, run, clock)
 
 
 def loaded_vocabulary(model: PreTrainedModel) -> int:

@@ -6,13 +6,13 @@ import math
 import platform
 import sys
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import __version__
 from autoq import recipe as recipes
+from autoq.api.confirming import Confirmed, UniformResult
 from autoq.api.plan import Plan
 from autoq.api.profiling import Profiled
 from autoq.cost.bits import weight_cost
@@ -23,16 +23,10 @@ from autoq.measure.divergence import Divergence
 from autoq.measure.estimate import DamageTable, Prediction
 from autoq.model.text import STDLIB
 from autoq.recipe_formats import describe, encode_mean
-from autoq.search.baselines import Uniform
 from autoq.search.problem import Option
 
-
-@dataclass(frozen=True)
-class UniformResult:
-    """A uniform recipe and what it measured."""
-
-    uniform: Uniform
-    divergence: Divergence
+if TYPE_CHECKING:
+    from autoq.api.trialling import TrialsReport
 
 
 def make_recipe(
@@ -42,7 +36,8 @@ def make_recipe(
     prediction: Prediction,
     divergence: Divergence,
     floor: float,
-    uniforms: tuple[UniformResult, ...],
+    confirmed: Confirmed,
+    trials: TrialsReport | None = None,
 ) -> recipes.Recipe:
     """Return the recipe of a choice unit -> option, with what was predicted, what was measured, and its provenance."""
     plan, units, calibration = done.plan, done.plan.units, done.profile.calibration
@@ -93,7 +88,8 @@ def make_recipe(
             perplexity_ratio_stderr=six_digits(divergence.perplexity_ratio_stderr), noise_floor=six_digits(floor),
             windows=len(done.eval_ids), tokens_per_window=done.eval_ids.shape[1],
             text=plan.config.eval or plan.config.calib or STDLIB,
-            uniform=tuple(_uniform_entry(r, divergence) for r in uniforms),
+            uniform=tuple(_uniform_entry(r, divergence) for r in confirmed.uniforms), chosen=confirmed.best.label,
+            trials=None if trials is None else _trials_entry(confirmed, trials),
         ),
         formats={name: describe(f) for name, f in used.items()},
         kv_formats={name: describe(f) for name, f in kv_written.items()},
@@ -112,6 +108,14 @@ def _cache_entry(name: str, bits: float, damage: float, known: Calibration) -> r
         absmax_centered=six_digits(known.centered) if is_centred else None,
         absmax_rotated=six_digits(known.rotated) if is_rotated else None,
         mean=encode_mean(known.mean) if is_centred else None,
+    )  # fmt: skip
+
+
+def _trials_entry(confirmed: Confirmed, trials: TrialsReport) -> recipes.TrialsEntry:
+    difference, error = confirmed.best.divergence.minus(confirmed.candidates[0].divergence)
+    return recipes.TrialsEntry(
+        study=trials.study, measured=trials.measured, windows=trials.windows, recipe_minus_solution=six_digits(difference),
+        stderr=six_digits(error),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Search a recipe: profile, correct, solve, measure, write."""
+"""Search a recipe: profile, correct, solve, try, confirm, write."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
-from autoq.api.applying import assignment_of
+from autoq.api.confirming import SOLUTION, Confirmed, UniformResult, confirm
+from autoq.api.correcting import price
 from autoq.api.fronts import point_json
 from autoq.api.plan import Plan, make_plan
 from autoq.api.profiling import Profiled, profile_plan
-from autoq.api.recording import UniformResult, make_recipe
+from autoq.api.recording import make_recipe
 from autoq.config import SearchConfig
-from autoq.cost.kv_memory import cache_values
 from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
-from autoq.measure.estimate import TRUSTED_KL, DamageTable, correction_factors, damage_table, disagreeing_cells, predict
-from autoq.model.quantized import Assignment
-from autoq.model.text import cut_again
+from autoq.measure.estimate import TRUSTED_KL, DamageTable, disagreeing_cells, predict
 from autoq.report.progress import Clock, Reporter, Silent
 from autoq.run_folder import RECIPE, RESULT
-from autoq.search.baselines import fair_uniforms
-from autoq.search.corrections import measure_uniform
 from autoq.search.engine import solve_for_engine
 from autoq.search.exchange import Exchange, Solver, exchange
 from autoq.search.front import FrontPoint, around, sweep
@@ -33,9 +29,8 @@ from autoq.search.problem import Option, Problem
 from autoq.search.solver import solve, total_bits, total_damage
 
 if TYPE_CHECKING:
+    from autoq.api.trialling import TrialsReport
     from autoq.api.validating import Validation
-
-MOST_UNIFORMS = 5  # uniform recipes measured beside a result
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,8 @@ class SearchResult:
 
     Attributes:
         exchanges: with a budget for everything: what more memory for "weights" and "cache" would save. free_kl: what was
-            predicted without the engine's limits on mixing, or None where there are none.
+            predicted without the engine's limits on mixing, or None where there are none. confirmed: everything that was measured on
+            the untouched text. trials: what came of them, or None. weak_cells: cells that were measured alone.
     """
 
     recipe: recipes.Recipe
@@ -62,6 +58,9 @@ class SearchResult:
     validation: Validation | None = None
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     free_kl: float | None = None
+    confirmed: Confirmed | None = None
+    trials: TrialsReport | None = None
+    weak_cells: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq search --json` prints."""
@@ -96,47 +95,57 @@ class SearchResult:
             "total_bytes": totals.weight_bytes + totals.kv_bytes,
             "exchange": {k: {**asdict(e), "nats_per_gib": e.nats_per_gib} for k, e in self.exchanges.items()},
             "predicted_kl_without_engine": self.free_kl,
+            "chosen": self.confirmed.best.label if self.confirmed else SOLUTION,
+            "confirmed": self.confirmed.rows() if self.confirmed else [],
+            "trials": None if self.trials is None else self.trials.to_json(),
+            "weak_cells": self.weak_cells,
             "validation": None if self.validation is None else self.validation.to_json(),
         }
 
 
 def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResult:
-    """Take a model to a measured recipe: profile, correct, solve, measure, write; then check it on packed bytes if asked to.
+    """Take a model to a measured recipe: profile, correct, solve, try recipes nearby, confirm, write; check it on packed bytes if asked.
 
-    Raises UserError for what the user can mend, AutoqError for the rest.
+    The recipe is the one with the least measured KL on text that nothing was chosen on, of the exact solution, the best trials and the
+    uniform formats of no more bits. Raises UserError for what the user can mend, AutoqError for the rest.
     """
     clock = Clock(reporter or Silent())
     with clock.stage("prepare", "reading the model's shapes"):
         plan = make_plan(config)
+        if config.trials:
+            from autoq.trials.samplers import check_sampler
+
+            check_sampler(config.sampler)
     done = profile_plan(plan, clock)
-    profile, units, model = done.profile, plan.units, done.model
+    profile, units = done.profile, plan.units
     with clock.stage("measure", "measuring the original") as progress:
-        yardstick = Yardstick(model, units, done.eval_ids)
+        yardstick = Yardstick(done.model, units, done.eval_ids)
         floor = yardstick.noise_floor()
         progress(1, 1)
-    if config.correct:
-        with clock.stage("correct", "checking uniform formats") as progress:
-            _correct(done, progress)
-    factors = correction_factors(profile, units, min(config.correct, len(done.ids)), floor) if config.correct else {}
-    table = damage_table(profile, units, factors=factors)
+    prices = price(done, floor, clock)
     with clock.stage("solve", "solving") as progress:
-        problem = plan.problem(table)
+        problem = plan.problem(prices.table)
         choice = solve_for_engine(problem, units, plan.engine)
         free = choice if plan.engine.mixing == "free" else solve(problem)
-        prediction = predict(profile, units, {u: o.format for u, o in choice.items()}, factors=factors)
-        front, kv_front = _fronts(plan, problem, choice)
-        exchanges = _exchanges(plan, problem, choice) if plan.budgets.memory else {}
         progress(1, 1)
-    assignment = assignment_of(units, choice, profile.calibration)
-    with clock.stage("measure", "measuring the recipe") as progress:
-        divergence = yardstick.measure(assignment, progress)
-    uniforms = _measure_uniforms(plan, done, table, yardstick, clock)
-    recipe = make_recipe(done, choice, table, prediction, divergence, floor, uniforms)
+    candidates = {SOLUTION: choice}
+    trials = None
+    if config.trials:
+        from autoq.api.trialling import run_trials
+
+        trials = run_trials(done, prices.table, clock)
+        candidates |= trials.finalists
+    confirmed = confirm(done, problem, prices.table, candidates, yardstick, clock)
+    choice, divergence = confirmed.best.choice, confirmed.best.divergence
+    prediction = predict(profile, units, {u: o.format for u, o in choice.items()}, factors=prices.factors, cells=prices.cells)
+    front, kv_front = _fronts(plan, problem, choice)
+    exchanges = _exchanges(plan, problem, choice) if plan.budgets.memory else {}
+    recipe = make_recipe(done, choice, prices.table, prediction, divergence, floor, confirmed, trials)
     path = done.run.path / RECIPE
     if kept := keep_other_budget(path, recipe):
         clock.reporter.say(f"the recipe for {kept[1]} that was here is kept as {kept[0]}")
     recipe.write(path)
-    warnings = _warnings(plan, done, divergence, uniforms, choice, table)
+    warnings = _warnings(done, confirmed, prices.table)
     validation = None
     if config.validate:
         from autoq.api.validating import validate_on
@@ -144,22 +153,10 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         validation = validate_on(yardstick, recipe, path, config.validate, config.seed, clock)
         recipe = validation.recipe
     return SearchResult(
-        recipe,
-        path,
-        done.run.path,
-        units.coverage(),
-        divergence,
-        floor,
-        uniforms,
-        front,
-        kv_front,
-        clock.seconds,
-        warnings,
-        config.options(),
-        validation,
-        exchanges,
-        None if plan.engine.mixing == "free" else total_damage(free),
-    )
+        recipe, path, done.run.path, units.coverage(), divergence, floor, confirmed.uniforms, front, kv_front, clock.seconds, warnings,
+        config.options(), validation, exchanges, None if plan.engine.mixing == "free" else total_damage(free), confirmed, trials,
+        prices.measured,
+    )  # fmt: skip
 
 
 def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | None:
@@ -189,40 +186,8 @@ def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | 
     return kept, budget
 
 
-def _correct(done: Profiled, progress: Any) -> None:
-    """Measure the uniform formats of the sides that have a budget, where the profile lacks them."""
-    plan, profile, units = done.plan, done.profile, done.plan.units
-    uniform: dict[str, Assignment] = {}
-    for kind, asked, formats in (
-        ("weight", plan.budgets.search_weights, plan.candidates.weights),
-        ("key", plan.budgets.search_caches, plan.candidates.keys),
-        ("value", plan.budgets.search_caches, plan.candidates.values),
-    ):
-        for fmt in formats if asked else ():
-            able = [u.name for u in units.units if u.kind == kind and fmt in plan.candidates.for_unit(u)]
-            chosen: Any = dict.fromkeys(able, fmt)
-            weights, caches = (chosen, {}) if kind == "weight" else ({}, chosen)
-            uniform[f"{kind}/{fmt.name}"] = Assignment(weights, caches, profile.calibration)
-    sequences = min(plan.config.correct, len(done.ids))
-    windows = cut_again(done.ids[:sequences], done.eval_ids.shape[1], done.bos)
-    if measure_uniform(profile, lambda: Yardstick(done.model, units, windows), sequences, windows.shape[1], uniform, progress):
-        profile.save(done.run.path)
-
-
-def _sides(plan: Plan) -> dict[str, tuple[frozenset[str], int]]:
-    """Return (units, number of values) of what is searched: "weights", "cache"."""
-    units, budgets = plan.units, plan.budgets
-    found = {}
-    if budgets.search_weights:
-        found["weights"] = frozenset(u.name for u in units.weights), units.searched
-    if budgets.search_caches:
-        values = sum(cache_values(u, budgets.tokens, budgets.batch) for u in units.caches)
-        found["cache"] = frozenset(u.name for u in units.caches), values
-    return found
-
-
 def _fronts(plan: Plan, problem: Problem, choice: dict[str, Option]) -> tuple[tuple[FrontPoint, ...], tuple[FrontPoint, ...]]:
-    sides = _sides(plan)
+    sides = plan.sides()
 
     def side(name: str) -> tuple[FrontPoint, ...]:
         if name not in sides:
@@ -234,7 +199,7 @@ def _fronts(plan: Plan, problem: Problem, choice: dict[str, Option]) -> tuple[tu
 
 
 def _exchanges(plan: Plan, problem: Problem, choice: dict[str, Option]) -> dict[str, Exchange]:
-    return {name: exchange(problem, choice, names, _solver(plan, name)) for name, (names, _) in _sides(plan).items()}
+    return {name: exchange(problem, choice, names, _solver(plan, name)) for name, (names, _) in plan.sides().items()}
 
 
 def _solver(plan: Plan, side: str) -> Solver:
@@ -242,35 +207,14 @@ def _solver(plan: Plan, side: str) -> Solver:
     return solve if side == "weights" else lambda problem: solve_for_engine(problem, plan.units, plan.engine)
 
 
-def _measure_uniforms(
-    plan: Plan, done: Profiled, table: DamageTable, yardstick: Yardstick, clock: Clock
-) -> tuple[UniformResult, ...]:
-    chosen = fair_uniforms(plan.units, plan.candidates, table, done.profile.calibration, plan.budgets, plan.engine, MOST_UNIFORMS)
-    found = []
-    with clock.stage("measure", "measuring uniform formats") as progress:
-        for i, uniform in enumerate(chosen):
-            progress(i, len(chosen))
-            found.append(UniformResult(uniform, yardstick.measure(uniform.assignment)))
-        progress(len(chosen), len(chosen))
-    return tuple(sorted(found, key=lambda r: (r.divergence.mean_kl, r.uniform.name)))
-
-
-def _warnings(
-    plan: Plan,
-    done: Profiled,
-    divergence: Divergence,
-    uniforms: tuple[UniformResult, ...],
-    choice: dict[str, Option],
-    table: DamageTable,
-) -> tuple[str, ...]:
-    found = []
-    for result in uniforms[:1]:
-        difference, error = divergence.minus(result.divergence)
-        if difference > 0:
-            found.append(
-                f"uniform {result.uniform.name} measured better than the recipe, by {difference:.4f} nats (error {error:.4f}): "
-                "take it instead, or profile more samples"
-            )
+def _warnings(done: Profiled, confirmed: Confirmed, table: DamageTable) -> tuple[str, ...]:
+    found, choice = [], confirmed.best.choice
+    if confirmed.best.label.startswith("uniform "):
+        difference, error = confirmed.candidates[0].divergence.minus(confirmed.best.divergence)
+        found.append(
+            f"{confirmed.best.label} is the result: it measured {difference:.4f} nats (error {error:.4f}) less than the search's own "
+            "recipe; profile more samples"
+        )
     if heavy := done.profile.heavy_sequences():
         found.append(
             f"sequences {', '.join(map(str, heavy))} carry most of the predicted damage: "
@@ -279,7 +223,7 @@ def _warnings(
     low = [u for u, o in choice.items() if table.get(u, {}).get(o.format, 0.0) > TRUSTED_KL]
     if low:
         found.append(f"{len(low)} units are predicted above {TRUSTED_KL} nats, outside the trusted range: read the measured figure")
-    cells = disagreeing_cells(done.profile, plan.units)
+    cells = disagreeing_cells(done.profile, done.plan.units)
     chosen_cells = [c for c in cells if choice[c[0]].format == c[1]]
     if chosen_cells:
         unit, fmt, ratio = chosen_cells[0]

@@ -9,6 +9,8 @@ import typer
 
 from autoq.errors import UserError
 
+TRIALS = "Trials"
+
 
 def _folder(text: str) -> Path:
     if not text:
@@ -57,4 +59,24 @@ RecipeFile = Annotated[
 ]
 ItsModel = Annotated[
     str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
+]
+Trials = Annotated[
+    int,
+    typer.Option(help="Recipes near the exact solution that Optuna measures; 0: only the solution itself.", rich_help_panel=TRIALS),
+]
+Sampler = Annotated[str, typer.Option(help="Optuna's sampler: tpe, gp, nsga3, cmaes, random.", rich_help_panel=TRIALS)]
+TrialSamples = Annotated[
+    int, typer.Option(help="Windows that trials are measured on, kept apart from all other text.", rich_help_panel=TRIALS)
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        envvar="AUTOQ_STORAGE",
+        help="Where trials are kept: sqlite:///trials.db, postgresql://user:password@host/name, grpc://host:port. Default: a journal in the run folder.",
+        show_default=False,
+        rich_help_panel=TRIALS,
+    ),
+]
+Timeout = Annotated[
+    str | None, typer.Option(help="Begin no trial after so long: 90s, 15m, 2h.", show_default=False, rich_help_panel=TRIALS)
 ]

@@ -1,4 +1,4 @@
-"""Commands that make a recipe: search, profile, front."""
+"""Commands that make a recipe: search, worker, profile, front."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from autoq.cli.app import app
 from autoq.cli.options import (
+    TRIALS,
     Calib,
     Debug,
     Device,
@@ -21,10 +22,15 @@ from autoq.cli.options import (
     ProfileBatch,
     Resume,
     Run,
+    Sampler,
     Samples,
     Seed,
     SeqLen,
     Space,
+    Storage,
+    Timeout,
+    Trials,
+    TrialSamples,
 )
 from autoq.cli.output import fail, print_json, reporter, stdout
 from autoq.config import SearchConfig
@@ -39,6 +45,8 @@ D = SearchConfig()
     "autoq search --model HuggingFaceTB/SmolLM2-135M --budget 60MiB --calib my.txt\n\n"
     "autoq search --model model.gguf --budget 5bits --kv-budget 6bits\n\n"
     "autoq search --model my-folder --memory 24GiB --context 32k --batch 4 --engine vllm\n\n"
+    "autoq search --model my-folder --max-kl 0.05   (the smallest recipe within a damage)\n\n"
+    "autoq search --model my-folder --budget 3bits --trials 60 --workers 4 --timeout 2h\n\n"
     "autoq search --run runs/demo --budget 5bits --json   (the same profile, another budget)"
 )
 def search(
@@ -83,6 +91,32 @@ def search(
     correct: Annotated[
         int, typer.Option(help="Profiled sequences on which uniform formats are measured to correct the prediction; 0: leave out.")
     ] = D.correct,
+    weak: Annotated[
+        int,
+        typer.Option(help="Cells outside the trusted range (below 3 bits) to measure alone when they are wanted; 0: leave out."),
+    ] = D.weak,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="Instead of a budget: the smallest recipe that costs no more nats per token.", show_default=False),
+    ] = None,
+    front_: Annotated[
+        bool, typer.Option("--front", help="Instead of one recipe: damage against memory; with --trials it is measured.")
+    ] = D.front,
+    sides: Annotated[
+        str, typer.Option(help="What --max-kl and --front make smaller without a budget: weights, cache, both.")
+    ] = D.sides,
+    trials: Trials = D.trials,
+    sampler: Sampler = D.sampler,
+    trial_samples: TrialSamples = D.trial_samples,
+    workers: Annotated[
+        int, typer.Option(help="Processes on the trials; with several GPUs each takes its own.", rich_help_panel=TRIALS)
+    ] = D.workers,
+    storage: Storage = None,
+    study: Annotated[
+        str | None,
+        typer.Option(help="Name of the study. Default: made from what is asked.", show_default=False, rich_help_panel=TRIALS),
+    ] = None,
+    timeout: Timeout = None,
     validate: Annotated[
         int,
         typer.Option(
@@ -100,12 +134,14 @@ def search(
     debug: Debug = False,
 ) -> None:
     """Find the recipe that costs the least quality within a budget, and measure it."""
-    from autoq.budget import parse_size
+    from autoq.budget import parse_duration, parse_size
 
     config = SearchConfig(
         model=model, budget=budget, kv_budget=kv_budget, memory=memory, batch=batch, target=target, engine=engine, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
         eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, validate=validate, run=run,
         resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, profile_batch=profile_batch,
+        weak=weak, max_kl=max_kl, front=front_, sides=sides, trials=trials, sampler=sampler, trial_samples=trial_samples, workers=workers,
+        storage=storage if trials else None, study=study, timeout=None if timeout is None else parse_duration(timeout),
     )  # fmt: skip
     progress = reporter()
     if config.validate:
@@ -123,6 +159,40 @@ def search(
 
         stdout().print(search_result(result, api.show(result.recipe)["units"]))
     fail(result.validation.problems if result.validation else ())
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "autoq worker --run runs/mine --study demo-1a2b3c4d   (a journal in a shared folder)\n\n"
+    "autoq worker --run copy-of-run --study demo-1a2b3c4d --storage postgresql://user@host/trials --device cuda:1"
+)
+def worker(
+    run: Annotated[Path, typer.Option("--run", help="The run folder of the search that began the study, or a copy.")],
+    study: Annotated[str, typer.Option(help="Name of the study; `autoq search --trials` prints it.")],
+    storage: Storage = None,
+    model: Annotated[
+        str | None, typer.Option(help="Where the model is on this machine. Default: as there.", show_default=False)
+    ] = None,
+    device: Device = D.device,
+    timeout: Timeout = None,
+    processes: Annotated[int, typer.Option(help="Workers that share this machine's memory.")] = 1,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure trials of a search that runs elsewhere, until there are none left."""
+    from autoq.budget import parse_duration
+
+    limit = None if timeout is None else parse_duration(timeout)
+    if processes < 1:
+        raise UserError(f"--processes is {processes}, but must be at least 1")
+    progress = reporter()
+    from autoq import api
+
+    done = api.worker(run, study, storage, model, device, limit, processes, progress)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        stdout().print(f"{len(done.trials)} trials measured in {done.seconds:.0f} s")
 
 
 @app.command(

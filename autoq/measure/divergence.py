@@ -7,7 +7,7 @@ a time, so that [tokens, vocabulary] is never held for a whole text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from autoq.measure.fused import has_kernels
 from autoq.model.head import Head, hidden_states
-from autoq.model.quantized import Assignment, quantized
+from autoq.model.quantized import Assignment, DecodedWeights, quantized
 from autoq.model.unit import ModelUnits
 
 Forward = Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
@@ -103,14 +103,35 @@ class Yardstick:
             forward: makes hidden states [batch, tokens, hidden] of ids [batch, tokens]; by default in one pass, without a cache.
         """
         rows: list[tuple[np.ndarray, ...]] = []
-        with torch.no_grad():
-            for part, original in zip(self.ids.split(self.batch), self.hidden, strict=True):
-                changed = forward(self.model, part.to(self.model.device))
-                for row in range(len(part)):
-                    rows.append(self._window(part[row].to(changed.device), original[row].to(changed.device), changed[row]))
-                progress(len(rows), len(self.ids))
+        for batch in range(len(self.hidden)):
+            rows += self._batch(batch, forward)
+            progress(len(rows), len(self.ids))
         kl, agree, nll, nll_original = (np.stack(column) for column in zip(*rows, strict=True))
         return Divergence(kl, agree, nll, nll_original)
+
+    def windows(
+        self, assignment: Assignment, decoded: DecodedWeights | None = None, order: Sequence[int] | None = None
+    ) -> Iterator[dict[int, float]]:
+        """Yield window -> mean KL with the assignment applied, batch by batch.
+
+        The model is as before afterwards, also when the iterator is closed early (`contextlib.closing`).
+
+        Args:
+            decoded: decoded weights kept from one assignment to the next. order: of the batches.
+        """
+        with quantized(self.model, self.units, assignment, decoded):
+            for batch in order if order is not None else range(len(self.hidden)):
+                rows = self._batch(batch, hidden_states)
+                yield {self.batch * batch + i: float(kl.mean()) for i, (kl, *_) in enumerate(rows)}
+
+    def _batch(self, batch: int, forward: Forward) -> list[tuple[np.ndarray, ...]]:
+        part, original = self.ids[self.batch * batch : self.batch * (batch + 1)], self.hidden[batch]
+        with torch.no_grad():
+            changed = forward(self.model, part.to(self.model.device))
+            return [
+                self._window(ids.to(changed.device), kept.to(changed.device), new)
+                for ids, kept, new in zip(part, original, changed, strict=True)
+            ]
 
     def _window(self, ids: torch.Tensor, original: torch.Tensor, changed: torch.Tensor) -> tuple[np.ndarray, ...]:
         columns: list[list[torch.Tensor]] = [[], [], [], []]

@@ -32,11 +32,13 @@ def damage_table(
     estimator: Estimator = "steady",
     factors: Mapping[str, float] | None = None,
     skip: int | None = None,
+    cells: Mapping[str, Mapping[str, float]] | None = None,
 ) -> DamageTable:
     """Return unit -> format -> predicted damage in nats per token.
 
     Args:
         factors: "kind/format" -> what to multiply that column with, from `correction_factors`.
+        cells: unit -> format -> damage to put in place of the prediction.
         skip: leave one sequence out (for the jackknife).
     """
     table: DamageTable = {}
@@ -49,6 +51,9 @@ def damage_table(
         row = table[unit.name]
         for fmt in row:
             row[fmt] *= (factors or {}).get(f"{unit.kind}/{fmt}", 1.0)
+    for name, known in (cells or {}).items():
+        if name in table:
+            table[name].update({fmt: damage for fmt, damage in known.items() if fmt in table[name]})
     return table
 
 
@@ -85,17 +90,18 @@ def predict(
     choice: Mapping[str, str],
     estimator: Estimator = "steady",
     factors: Mapping[str, float] | None = None,
+    cells: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Prediction:
     """Predict the damage of a choice unit -> format name; units in 16 bit cost nothing."""
 
     def total(table: DamageTable) -> float:
         return sum(table[unit][fmt] for unit, fmt in choice.items() if fmt in table.get(unit, {}))
 
-    whole = total(damage_table(profile, units, estimator, factors))
+    whole = total(damage_table(profile, units, estimator, factors, cells=cells))
     n = profile.done
     if n < 2:
         return Prediction(whole, math.nan)
-    left = np.array([total(damage_table(profile, units, estimator, factors, skip=i)) for i in range(n)])
+    left = np.array([total(damage_table(profile, units, estimator, factors, i, cells)) for i in range(n)])
     return Prediction(whole, float(np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())))
 
 

@@ -67,7 +67,8 @@ class Profile:
         relative_error: unit -> format -> squared error over squared norm.
         statistics: cache unit -> of its values, to calibrate static scales and means.
         squared_norm: cache unit -> sum of squares behind its relative errors.
-        uniform_kl: "kind/format" -> what that uniform format measured on the profile's text.
+        uniform_kl: "kind/format" -> what that uniform format measured on the profile's text. cell_kl: "unit/format" -> the same of
+            that unit alone.
         done: sequences scored.
     """
 
@@ -77,6 +78,7 @@ class Profile:
     statistics: dict[str, CacheStatistics] = field(default_factory=dict)
     squared_norm: dict[str, float] = field(default_factory=dict)
     uniform_kl: dict[str, UniformKL] = field(default_factory=dict)
+    cell_kl: dict[str, UniformKL] = field(default_factory=dict)
     done: int = 0
 
     @property
@@ -120,6 +122,7 @@ class Profile:
             "statistics": {u: {"tokens": s.tokens, "rotated": s.rotated} for u, s in self.statistics.items()},
             "squared_norm": self.squared_norm,
             "uniform_kl": self.uniform_kl,
+            "cell_kl": self.cell_kl,
         }
         run.mkdir(parents=True, exist_ok=True)
         with replacing(run / FILE) as part:
@@ -157,6 +160,7 @@ class Profile:
             },
             squared_norm={u: float(v) for u, v in meta["squared_norm"].items()},
             uniform_kl={key: UniformKL(*found) for key, found in meta["uniform_kl"].items()},
+            cell_kl={key: UniformKL(*found) for key, found in meta.get("cell_kl", {}).items()},
             done=int(meta["done"]),
         )
         sequences = profile.fingerprint.sequences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from autoq.formats.format import Format, KVFormat
 from autoq.model.attention import AttentionFunction, AttentionHandler, intercepted
 from autoq.model.kv_visibility import attend_mixed, version_pairs
 from autoq.model.unit import ModelUnits
+from autoq.process_memory import available_bytes
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,50 @@ class Assignment:
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+class DecodedWeights:
+    """Decoded weights of one model by parameter and format, the longest unused ones dropped beyond a limit in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self.kept: OrderedDict[tuple[str, Format], torch.Tensor] = OrderedDict()
+
+    @classmethod
+    def beside(cls, model: PreTrainedModel, processes: int = 1) -> DecodedWeights:
+        """Return one that takes at most half of the memory that is free, shared by so many processes, and four times the model."""
+        if model.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(model.device)
+        else:
+            free = available_bytes()
+        held = sum(p.numel() * p.element_size() for p in model.parameters())
+        return cls(min(free // (2 * processes), 4 * held))
+
+    def get(self, parameter: str, fmt: Format) -> torch.Tensor | None:
+        """Return the decoded weight, or None where it is not kept."""
+        found = self.kept.get((parameter, fmt))
+        if found is not None:
+            self.kept.move_to_end((parameter, fmt))
+        return found
+
+    def keep(self, parameter: str, fmt: Format, weight: torch.Tensor) -> None:
+        """Keep a decoded weight."""
+        self.kept[parameter, fmt] = weight
+        self.bytes += weight.numel() * weight.element_size()
+        while self.bytes > self.limit and self.kept:
+            _, dropped = self.kept.popitem(last=False)
+            self.bytes -= dropped.numel() * dropped.element_size()
+
+
 @contextmanager
-def quantized(model: PreTrainedModel, units: ModelUnits, assignment: Assignment) -> Iterator[PreTrainedModel]:
+def quantized(
+    model: PreTrainedModel, units: ModelUnits, assignment: Assignment, decoded: DecodedWeights | None = None
+) -> Iterator[PreTrainedModel]:
     """Run the block with the assignment's weights and K/V in place of the model's own.
 
     Weights are replaced by their decoded values, kept aside and put back, also after an exception or an interrupt. K and V
     are quantized where attention reads them, so that one teacher-forced pass equals decoding token by token.
+
+    Args:
+        decoded: where decoded weights are looked up and kept, for many assignments of one model.
     """
     kept: dict[torch.nn.Parameter, torch.Tensor] = {}
     with ExitStack() as stack:
@@ -51,7 +91,12 @@ def quantized(model: PreTrainedModel, units: ModelUnits, assignment: Assignment)
                 parameter = model.get_parameter(tensor.parameter)
                 kept[parameter] = parameter.data
                 importance = assignment.importance.get(tensor.name)
-                parameter.data = codec.fake_quantize_weight(parameter.data, fmt, tensor.is_transposed, importance)
+                found = decoded.get(tensor.parameter, fmt) if decoded is not None and importance is None else None
+                if found is None:
+                    found = codec.fake_quantize_weight(parameter.data, fmt, tensor.is_transposed, importance)
+                    if decoded is not None and importance is None:
+                        decoded.keep(tensor.parameter, fmt, found)
+                parameter.data = found
                 if fmt.activation is not None and not tensor.layout.startswith("experts"):
                     module = model.get_submodule(tensor.name)
                     stack.callback(module.register_forward_pre_hook(quantize_input(fmt.activation)).remove)

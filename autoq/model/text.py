@@ -54,8 +54,11 @@ def text_sources(calib: str | None, eval_: str | None) -> tuple[TextSource, Text
     return TextSource(calib_name, "profile", shared), TextSource(eval_name, "measure", shared)
 
 
-def sequences(tokenizer: PreTrainedTokenizerBase, source: TextSource, count: int, length: int) -> torch.Tensor:
+def sequences(tokenizer: PreTrainedTokenizerBase, source: TextSource, count: int, length: int, skip: int = 0) -> torch.Tensor:
     """Return int64 token ids [count, length]; every sequence is full, and starts with BOS where the tokenizer adds one.
+
+    Args:
+        skip: tokens of the text (without BOS) that are left to others.
 
     Raises UserError when the text is too short.
     """
@@ -63,18 +66,20 @@ def sequences(tokenizer: PreTrainedTokenizerBase, source: TextSource, count: int
 
     bos = own_bos(tokenizer)
     body = length - (bos is not None)
-    needed = count * body
+    needed = skip + count * body
     tokens: list[int] = []
     for document in documents(source):
         tokens += tokenizer(document + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) >= needed:
             break
     if len(tokens) < needed:
+        option = "--trial-samples" if skip else "--samples" if source.part == "profile" else "--eval-samples"
+        taken = f" after the {skip:,} that are profiled" if skip else ""
         raise UserError(
-            f"the {source.part} text {source.name!r} has {len(tokens):,} tokens in its part, but {count} sequences of {length} "
-            f"need {needed:,}: use fewer ({'--samples' if source.part == 'profile' else '--eval-samples'}) or shorter sequences, or a longer text"
+            f"the {source.part} text {source.name!r} has {len(tokens) - skip:,} tokens in its part{taken}, but {count} sequences of {length} "
+            f"need {needed - skip:,}: use fewer ({option}) or shorter sequences, or a longer text"
         )
-    ids = torch.tensor(tokens[:needed], dtype=torch.int64).view(count, body)
+    ids = torch.tensor(tokens[skip:needed], dtype=torch.int64).view(count, body)
     return ids if bos is None else torch.cat([torch.full((count, 1), bos, dtype=torch.int64), ids], dim=1)
 
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoq.report.terminal import size
+from autoq.report.words import size
 
 if TYPE_CHECKING:
     from autoq.api.pricing import Memory

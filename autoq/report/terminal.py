@@ -14,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from autoq.report.trials import trials_view
+from autoq.report.words import nats, size
+
 if TYPE_CHECKING:
     from autoq.api import FrontResult, SearchResult
     from autoq.search.front import FrontPoint
-
-KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 class RichReporter:
@@ -59,19 +60,6 @@ class RichStage:
         )
 
 
-def size(count: float) -> str:
-    """Write bytes for people."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count:.0f} B"
-
-
-def nats(value: float) -> str:
-    """Write a damage: enough digits to compare, no more."""
-    return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.1e}"
-
-
 def search_result(result: SearchResult, units: list[dict[str, Any]]) -> RenderableType:
     """Return what `autoq search` prints at the end; `units` are those of `autoq show`."""
     recipe, measured = result.recipe, result.divergence
@@ -109,6 +97,7 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         front_table(result.front, totals.bits, "bits per weight"),
         front_table(result.kv_front, totals.kv_bits, "bits per cached value"),
         uniform_table(result),
+        trials_view(result),
         lines,
     ]
     parts += [Text(f"warning: {w}", style="yellow") for w in result.warnings]
@@ -118,6 +107,8 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         ("profile.json", "the profile's facts in words"), ("run.json", "what was asked"),
     ):  # fmt: skip
         files.add_row(str(result.run / name), Text(what, style="dim"))
+    if result.trials is not None and result.trials.storage.startswith(str(result.run)):
+        files.add_row(result.trials.storage, Text("every trial; optuna-dashboard opens it", style="dim"))
     if result.validation is not None:
         from autoq.report.checks import validation
 

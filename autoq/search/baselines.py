@@ -35,6 +35,11 @@ class Uniform:
     predicted_kl: float
 
     @property
+    def formats(self) -> dict[str, str]:
+        """Unit -> format name; a unit that is not named keeps 16 bit."""
+        return {unit: fmt.name for side in (self.assignment.weights, self.assignment.caches) for unit, fmt in side.items()}
+
+    @property
     def name(self) -> str:
         if self.kv == ORIGINAL:
             return self.weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoq.budget import Budget, Budgets
@@ -38,6 +39,15 @@ class Problem:
 
     options: dict[str, tuple[Option, ...]]
     limits: tuple[Limit, ...]
+
+
+def choice_of(problem: Problem, formats: Mapping[str, str]) -> dict[str, Option]:
+    """Return the options with these formats (unit -> name); a unit without one keeps 16 bit."""
+    found = {}
+    for unit, options in problem.options.items():
+        by_format = {o.format: o for o in options}
+        found[unit] = by_format.get(formats.get(unit, ""), options[0])
+    return found
 
 
 def unit_options(
