@@ -80,6 +80,7 @@ class BudgetEntry(Strict):
     batch: int = Field(default=1, ge=1, lt=2**31, description="sequences for which the cache is priced")
     engine: str = Field(default="none", description="serving engine whose limits the recipe keeps")
     target: str = Field(default="any", description="device that can run every format")
+    max_kl: float | None = Field(default=None, description="damage in nats per token within which the smallest recipe was wanted")
 
 
 class TotalsEntry(Strict):

@@ -30,9 +30,9 @@ from autoq.search.baselines import fair_uniforms
 from autoq.search.problem import Option, make_problem
 from autoq.search.solver import solve, total_bits, total_damage
 from autoq.search.space import load_space
-from autoq.search.weak_spots import measure_weak_spots
+from autoq.search.weak_spots import WeakSpots, measure_weak_spots
 from autoq.trials.objective import Objective, paired
-from autoq.trials.question import Question, Side, start_recipes
+from autoq.trials.question import Question, Side, recipe_hash, start_recipes
 from autoq.trials.storage import open_storage
 from autoq.trials.study import finished, open_study, queue_trials, work
 
@@ -46,8 +46,8 @@ def candidates() -> Candidates:
     return Candidates(load_space("default").weights, (), ())
 
 
-def prices(bench: Bench, budget: str) -> tuple[DamageTable, DamageTable, int]:
-    """Return damage with columns corrected, the same with weak spots measured, and how many cells that took."""
+def prices(bench: Bench, budget: str) -> tuple[DamageTable, DamageTable, WeakSpots]:
+    """Return damage with columns corrected, the same with weak spots measured, and what was measured for it."""
     columns, plain = corrected_table(bench, len(bench.ids)), damage_table(bench.profile, bench.units)
     first = damage_table(bench.profile.first(bench.fitted), bench.units)
     space = candidates()
@@ -61,16 +61,21 @@ def prices(bench: Bench, budget: str) -> tuple[DamageTable, DamageTable, int]:
     def solved(table: DamageTable) -> dict[str, Option]:
         return solve(make_problem(bench.units, space, Budgets(parse_budget(budget)), table))
 
-    found = measure_weak_spots(columns, plain, bench.units, solved, measure, WEAK)
+    def measure_recipe(choice: Any) -> float:
+        name = f"recipe {recipe_hash(choice)}"
+        return bench.measure(name, assignment_of(bench.units, choice, bench.profile.calibration), fit_text(bench.fitted))["kl"]
+
+    found = measure_weak_spots(columns, plain, bench.units, solved, measure, measure_recipe, WEAK)
     weak = {unit: {**row, **found.cells.get(unit, {})} for unit, row in columns.items()}
-    return columns, weak, sum(map(len, found.measured.values()))
+    return columns, weak, found
 
 
 def weak_rows(bench: Bench) -> list[dict[str, Any]]:
     """Recipes from uncorrected, column-corrected and weak-spot-corrected damage, measured on the test text."""
     rows = []
     for budget in ("2.8", "3.0", "3.5"):
-        columns, weak, cells = prices(bench, budget)
+        columns, weak, spots = prices(bench, budget)
+        cells = sum(map(len, spots.measured.values()))
         tables = {
             "prediction alone": damage_table(bench.profile, bench.units),
             "columns corrected": columns,
@@ -81,7 +86,7 @@ def weak_rows(bench: Bench) -> list[dict[str, Any]]:
             choice = solve(problem)
             found = bench.measure(f"{name} {budget}", assignment_of(bench.units, choice, bench.profile.calibration))
             rows.append(
-                {"budget": budget, "damage": name, "cells_measured": cells if name.startswith("weak") else 0, "predicted": total_damage(choice),
+                {"budget": budget, "damage": name, "cells_measured": cells if name.startswith("weak") else 0, "company": spots.company if name.startswith("weak") else None, "predicted": total_damage(choice),
                  "measured": found["kl"], "stderr": found["stderr"], **less(found, bench.kept[f"test/columns corrected {budget}"] if name.startswith("weak") else None)}
             )  # fmt: skip
     return rows

@@ -107,21 +107,24 @@ def _with_weak_spots(done: Profiled, table: DamageTable, factors: dict[str, floa
             fresh += 1
         return known.kl * hardness(unit, fmt)
 
+    def measure_recipe(choice: Mapping[str, Option]) -> float:
+        if not yardsticks:
+            yardsticks.append(Yardstick(done.model, units, windows))
+        return yardsticks[0].measure(assignment_of(units, dict(choice), profile.calibration)).mean_kl
+
+    def solved(damage: DamageTable) -> dict[str, Option]:
+        return solve_for_engine(plan.problem(damage), units, plan.engine)
+
     with clock.stage("weak", "measuring weak spots") as progress:
-        found = measure_weak_spots(
-            table,
-            plain,
-            units,
-            lambda t: solve_for_engine(plan.problem(t), units, plan.engine),
-            measure,
-            plan.config.weak,
-            progress,
-        )
+        found = measure_weak_spots(table, plain, units, solved, measure, measure_recipe, plan.config.weak, progress)
         progress(1, 1)
     if fresh:
         profile.save(done.run.path)
     count = sum(map(len, found.measured.values()))
     if count:
         rest = "" if found.is_settled else f"; --weak {plan.config.weak} ended it before the solution was settled"
-        clock.reporter.say(f"{count} cells outside the trusted range were measured alone, in {found.rounds - 1} rounds{rest}")
+        use = f"taken {found.company:g} times" if found.company else "left out, since the recipe without them measured less"
+        clock.reporter.say(
+            f"{count} cells outside the trusted range were measured alone, in {found.rounds - 1} rounds, and {use}{rest}"
+        )
     return Prices(damage_table(profile, units, factors=factors, cells=found.cells), factors, found.cells, count)

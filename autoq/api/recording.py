@@ -73,7 +73,7 @@ def make_recipe(
         budget=recipes.BudgetEntry(
             weights=budgets.weights.text if budgets.weights else None, kv=budgets.kv.text if budgets.kv else None,
             memory=budgets.memory.text if budgets.memory else None, context=budgets.context, batch=batch,
-            engine=plan.engine.name, target=plan.config.target,
+            engine=plan.engine.name, target=plan.config.target, max_kl=plan.config.max_kl,
         ),
         totals=recipes.TotalsEntry(
             bits=cost.effective, bits_whole_model=cost.whole_model, kv_bits=kv_bits / max(1, kv_values),

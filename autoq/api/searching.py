@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from autoq.api.fronts import point_json
 from autoq.api.plan import Plan, make_plan
 from autoq.api.profiling import Profiled, profile_plan
 from autoq.api.recording import make_recipe
+from autoq.api.shrinking import within_damage
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
@@ -123,6 +124,9 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         floor = yardstick.noise_floor()
         progress(1, 1)
     prices = price(done, floor, clock)
+    if config.max_kl is not None:
+        plan = within_damage(done, prices, yardstick, clock)
+        done = replace(done, plan=plan)
     with clock.stage("solve", "solving") as progress:
         problem = plan.problem(prices.table)
         choice = solve_for_engine(problem, units, plan.engine)
@@ -146,6 +150,8 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         clock.reporter.say(f"the recipe for {kept[1]} that was here is kept as {kept[0]}")
     recipe.write(path)
     warnings = _warnings(done, confirmed, prices.table)
+    if config.max_kl is not None and divergence.mean_kl > config.max_kl:
+        warnings = (f"the recipe measured {divergence.mean_kl:.4g} nats, above --max-kl {config.max_kl:g}: ask for less", *warnings)
     validation = None
     if config.validate:
         from autoq.api.validating import validate_on

@@ -89,9 +89,18 @@ class Yardstick:
         with torch.no_grad():
             self.hidden = [hidden_states(model, part.to(model.device)).cpu() for part in ids.split(batch)]
 
-    def measure(self, assignment: Assignment, progress: Callable[[int, int], None] = lambda done, total: None) -> Divergence:
-        """Measure the model with the assignment applied; the model is as before afterwards."""
-        with quantized(self.model, self.units, assignment):
+    def measure(
+        self,
+        assignment: Assignment,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        decoded: DecodedWeights | None = None,
+    ) -> Divergence:
+        """Measure the model with the assignment applied; the model is as before afterwards.
+
+        Args:
+            decoded: decoded weights kept from one assignment to the next.
+        """
+        with quantized(self.model, self.units, assignment, decoded):
             return self.measure_as_is(progress)
 
     def measure_as_is(
