@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autoq.api.applying import assignment_of
 from autoq.api.profiling import Profiled
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.divergence import Yardstick
@@ -18,6 +20,7 @@ from autoq.model.unit import Unit
 from autoq.report.progress import Clock
 from autoq.search.corrections import measure_uniform
 from autoq.search.engine import solve_for_engine
+from autoq.search.problem import Option
 from autoq.search.weak_spots import Cells, measure_weak_spots
 
 
