@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from autoq.api.applying import assignment_of, check_names, quantized, recipe_assignment
 from autoq.api.confirming import UniformResult
-from autoq.api.fronts import FrontResult, front
+from autoq.api.fronts import FrontResult, MeasuredPoint, front
 from autoq.api.plan import Plan, make_plan
 from autoq.api.pricing import memory
 from autoq.api.profiling import Profiled, profile
 from autoq.api.retrieving import Retrieval, retrieval
 from autoq.api.searching import SearchResult, search
 from autoq.api.showing import find_recipe, show
+from autoq.api.tradeoffs import measure_front, search_front
 from autoq.api.working import Worked, worker
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FrontResult",
+    "MeasuredPoint",
     "Plan",
     "Profiled",
     "Retrieval",
@@ -32,12 +34,14 @@ __all__ = [
     "find_recipe",
     "front",
     "make_plan",
+    "measure_front",
     "memory",
     "profile",
     "quantized",
     "recipe_assignment",
     "retrieval",
     "search",
+    "search_front",
     "show",
     "validate",
     "worker",

@@ -1,37 +1,94 @@
-"""The fronts of a finished profile, without reading any weight."""
+"""The fronts of a finished profile: damage against memory, predicted without reading any weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq.api.plan import searchable
 from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import cache_values, context_of
 from autoq.errors import UserError
-from autoq.measure.estimate import correction_factors, damage_table
+from autoq.measure.damage import Candidates
+from autoq.measure.estimate import DamageTable, correction_factors, damage_table
 from autoq.measure.profile import Profile
 from autoq.model import load
+from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
 from autoq.run_folder import RunFolder
-from autoq.search.front import FrontPoint, sweep
+from autoq.search.front import FrontPoint, TotalPoint, knees, sweep, sweep_total
 from autoq.search.problem import make_problem
 from autoq.search.space import load_space
+
+if TYPE_CHECKING:
+    from autoq.api.trialling import TrialsReport
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """A recipe of the front that was measured on the untouched text.
+
+    Attributes:
+        label: "weights 4bits", "cache 4.5bits", "trial 7". stderr: over windows. recipe: its file, or None.
+    """
+
+    label: str
+    bits: float
+    kv_bits: float
+    total_bytes: int
+    predicted_kl: float
+    measured_kl: float
+    stderr: float
+    recipe: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "recipe": None if self.recipe is None else str(self.recipe)}
 
 
 @dataclass(frozen=True)
 class FrontResult:
-    """The fronts of a run, weights and caches apart."""
+    """The fronts of a run: weights and caches apart, and both together in bytes; and what of them was measured.
+
+    Attributes:
+        context: tokens at which the cache is counted.
+    """
 
     run: Path
     weights: tuple[FrontPoint, ...]
     kv: tuple[FrontPoint, ...]
+    total: tuple[TotalPoint, ...] = ()
+    context: int = 0
+    measured: tuple[MeasuredPoint, ...] = ()
+    trials: TrialsReport | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"run": str(self.run), "weights": [point_json(p) for p in self.weights], "kv": [point_json(p) for p in self.kv]}
+        return {
+            "run": str(self.run),
+            "context": self.context,
+            "weights": [{**point_json(p), "is_knee": i in bits_knees(self.weights)} for i, p in enumerate(self.weights)],
+            "kv": [{**point_json(p), "is_knee": i in bits_knees(self.kv)} for i, p in enumerate(self.kv)],
+            "total": [{**asdict(p), "is_knee": i in total_knees(self.total)} for i, p in enumerate(self.total)],
+            "measured": [{**p.to_json(), "is_knee": i in measured_knees(self.measured)} for i, p in enumerate(self.measured)],
+            "trials": None if self.trials is None else self.trials.to_json(),
+        }
+
+
+def bits_knees(points: Sequence[FrontPoint]) -> list[int]:
+    """Return the indices of the knees of one side's front."""
+    return knees([p.bits for p in points], [p.predicted_kl for p in points])
+
+
+def total_knees(points: Sequence[TotalPoint]) -> list[int]:
+    """Return the indices of the knees of the front in bytes."""
+    return knees([p.total_bytes for p in points], [p.predicted_kl for p in points])
+
+
+def measured_knees(points: Sequence[MeasuredPoint]) -> list[int]:
+    """Return the indices of the knees of what was measured, which is ordered by bytes."""
+    return knees([p.total_bytes for p in points], [p.measured_kl for p in points])
 
 
 def point_json(point: FrontPoint) -> dict[str, Any]:
@@ -39,38 +96,58 @@ def point_json(point: FrontPoint) -> dict[str, Any]:
     return {"bits": point.bits, "predicted_kl": point.predicted_kl, "formats": point.formats}
 
 
-def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
-    """Return the predicted fronts of a finished profile; no model weights are read."""
-    folder = RunFolder(run)
-    description = folder.description()
-    profile = Profile.load(run)
-    if not profile.complete:
-        raise UserError(
-            f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume"
-        )
+def described(run: Path) -> SearchConfig:
+    """Return the options behind a run folder's profile; raises UserError if its run.json is damaged."""
+    description = RunFolder(run).description()
     try:
         model, space = str(description["model"]), description["space"]
         if not isinstance(space, str):
             raise TypeError(f"space {space!r}")
-        config = SearchConfig(model=model, space=space, include=tuple(description["include"]))
         context = int(description["context"])
         if context < 1:
             raise ValueError(f"context {context}")
-        context_of(load.load_config(load.model_source(config.model)).get_text_config(decoder=True), context)
+        context_of(load.load_config(load.model_source(model)).get_text_config(decoder=True), context)
+        return SearchConfig(model=model, space=space, include=tuple(description["include"]), context=context)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
+
+
+def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
+    """Return the predicted fronts of a finished profile; no model weights are read.
+
+    Args:
+        budgets: bits per value to solve each side at.
+    """
+    config, profile = described(run), Profile.load(run)
+    assert config.context is not None
+    if not profile.complete:
+        raise UserError(
+            f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume"
+        )
     empty = load.empty_model(load.load_config(load.model_source(config.model)))
     units, candidates, _ = searchable(find_units(empty, config.include), empty, load_space(config.space), kv_wanted=False)
     measured_on = max((found.sequences for found in profile.uniform_kl.values()), default=0)
     factors = correction_factors(profile, units, measured_on) if measured_on else {}
-    table = damage_table(profile, units, factors=factors)
+    return predicted_fronts(run, units, candidates, damage_table(profile, units, factors=factors), config.context, budgets)
+
+
+def predicted_fronts(
+    run: Path, units: ModelUnits, candidates: Candidates, table: DamageTable, context: int, budgets: Sequence[float] | None = None
+) -> FrontResult:
+    """Return the fronts of damage over bits of the weights, bits of the cache, and bytes of both."""
     everything = parse_budget("16bits")
     kv = everything if candidates.keys and candidates.values else None
     problem = make_problem(units, candidates, Budgets(everything if candidates.weights else None, kv, None, context), table)
     asked = list(budgets) if budgets else [2 + 0.25 * i for i in range(29)]
-    sides = []
-    for members, values in ((units.weights, units.searched), (units.caches, sum(cache_values(u, context) for u in units.caches))):
-        sides.append(tuple(sweep(problem, frozenset(u.name for u in members), values, asked)) if members else ())
+    weights = frozenset(u.name for u in units.weights), units.searched
+    caches = frozenset(u.name for u in units.caches), sum(cache_values(u, context) for u in units.caches)
+    sides = [tuple(sweep(problem, names, values, asked)) if names else () for names, values in (weights, caches)]
     if not sides[0] and not sides[1]:
         raise UserError(f"no budget of {', '.join(f'{b:g}' for b in asked)} bits can be met with this space: ask for more bits")
-    return FrontResult(run, sides[0], sides[1])
+    total: tuple[TotalPoint, ...] = ()
+    if weights[0] and caches[0] and kv is not None and candidates.weights:
+        values = weights[1] + caches[1]
+        total = tuple(
+            sweep_total(problem, weights, caches, 16 * (units.parameters - units.searched), [int(b * values) for b in asked])
+        )
+    return FrontResult(run, sides[0], sides[1], total, context)

@@ -12,18 +12,20 @@ import torch
 
 from autoq.api.plan import Plan
 from autoq.config import SearchConfig
-from autoq.errors import UserError
+from autoq.errors import AutoqError, UserError
 from autoq.measure.estimate import DamageTable
 from autoq.measure.profile import Profile
 from autoq.run_folder import write_atomically
 from autoq.search.baselines import fair_uniforms
 from autoq.search.engine import solve_for_engine
 from autoq.search.problem import Limit, Problem
-from autoq.trials.question import Choice, Question, Side, start_recipes
+from autoq.search.solver import total_bits
+from autoq.trials.question import MOST_BITS, Choice, Question, Side, start_recipes
 
 UNIFORM_STARTS = 2
 NEARBY = (0.98, 0.95)  # of every limit
 DIGITS = 9
+CORNERS = 6  # of a front
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def make_question(plan: Plan, table: DamageTable, profile: Profile) -> Question:
     problem = plan.problem(table)
     sides = tuple(Side(name, *side, is_traded=plan.config.front) for name, side in plan.sides().items())
     if plan.config.front:
-        return Question(problem, plan.units, plan.engine, sides)
+        return Question(problem, plan.units, plan.engine, sides, corners=corners(plan, problem))
     uniforms = fair_uniforms(plan.units, plan.candidates, table, profile.calibration, plan.budgets, plan.engine, UNIFORM_STARTS)
     return Question(
         problem,
@@ -90,6 +92,24 @@ def make_question(plan: Plan, table: DamageTable, profile: Profile) -> Question:
         sides,
         start_recipes(problem, {u.name: u.formats for u in uniforms}, nearby(plan, problem)),
     )
+
+
+def corners(plan: Plan, problem: Problem) -> tuple[dict[str, float], ...]:
+    """Return the bits of each side of exact solutions along the front of everything that is searched together."""
+    sides = plan.sides()
+    units = frozenset().union(*(side for side, _ in sides.values()))
+    values = sum(count for _, count in sides.values())
+    floor = sum(min(o.bits for o in problem.options[u]) for u in units)
+    most = min(MOST_BITS * values, sum(max(o.bits for o in problem.options[u]) for u in units))
+    found = []
+    for i in range(CORNERS):
+        limit = Limit("front", units, int(floor + (most - floor) * ((i + 0.5) / CORNERS) ** 1.5))
+        try:
+            choice = solve_for_engine(replace(problem, limits=(*problem.limits, limit)), plan.units, plan.engine)
+        except AutoqError:  # the engine or the other limits leave nothing there
+            continue
+        found.append({f"{name}/bits": (total_bits(choice, side) + 0.5) / count for name, (side, count) in sides.items()})
+    return tuple(found)
 
 
 def nearby(plan: Plan, problem: Problem) -> dict[str, Choice]:

@@ -60,7 +60,7 @@ class TrialsReport:
 def run_trials(done: Profiled, table: DamageTable, clock: Clock) -> TrialsReport:
     """Run the trials that the study lacks, and report on all of them."""
     from autoq.trials.storage import open_storage
-    from autoq.trials.study import Reaper, check_failures, finished, is_open, open_study, queue_trials, wait_for_others, work
+    from autoq.trials.study import Reaper, check_failures, finished, open_study, queue_trials, wait_for_others, work
     from autoq.trials.workers import worker_processes
 
     plan, config, run = done.plan, done.plan.config, done.run.path
@@ -98,13 +98,16 @@ def run_trials(done: Profiled, table: DamageTable, clock: Clock) -> TrialsReport
             stack.enter_context(worker_processes(config.workers - 1, name, run, devices, config.storage, config.timeout))
         while True:
             work(study, objective, deadline, tell)
-            wait_for_others(study, reaper, deadline, tell)
-            if not is_open(study) or (deadline is not None and time.monotonic() >= deadline):
+            if not wait_for_others(study, reaper, deadline, tell) or _is_over(deadline):
                 break
         tell()
-    if deadline is None or time.monotonic() < deadline:
+    if not _is_over(deadline):
         check_failures(study, config.trials)
     return report_trials(study, question, config.trials, len(done.trial_ids), _shown(config.storage, run))
+
+
+def _is_over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
 
 
 def make_objective(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,9 @@ from autoq.cli.output import fail, print_json, reporter, stdout
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 
+if TYPE_CHECKING:
+    from autoq.api import FrontResult
+
 D = SearchConfig()
 
 
@@ -46,6 +49,7 @@ D = SearchConfig()
     "autoq search --model model.gguf --budget 5bits --kv-budget 6bits\n\n"
     "autoq search --model my-folder --memory 24GiB --context 32k --batch 4 --engine vllm\n\n"
     "autoq search --model my-folder --max-kl 0.05   (the smallest recipe within a damage)\n\n"
+    "autoq search --model my-folder --front --sides both --trials 60 --sampler nsga3   (the measured front)\n\n"
     "autoq search --model my-folder --budget 3bits --trials 60 --workers 4 --timeout 2h\n\n"
     "autoq search --run runs/demo --budget 5bits --json   (the same profile, another budget)"
 )
@@ -149,6 +153,9 @@ def search(
     from autoq import api
     from autoq.run_folder import RESULT, write_atomically
 
+    if config.front:
+        _print_front(api.search_front(config, progress), as_json)
+        return
     result = api.search(config, progress)
     data = result.to_json()
     write_atomically(result.run / RESULT, json.dumps(data, indent=1) + "\n")
@@ -247,30 +254,53 @@ def profile(
     out.print(" ".join(f"next: autoq search {config.options()} --run {facts['run']} {budget}".split()), soft_wrap=True)
 
 
-@app.command(epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json")
+@app.command(
+    epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json\n\nautoq front runs/mine --measure 3.5,4.5 --measure-kv 4"
+)
 def front(
     run: Annotated[Path, typer.Argument(help="A run folder with a finished profile.")],
     budgets: Annotated[
         str | None, typer.Option(help="Bits to solve at, separated by commas. Default: 2 to 9 in quarters.", show_default=False)
     ] = None,
+    measure: Annotated[
+        str | None, typer.Option(help="Bits per weight at which to measure the recipe too: 3.5,4.5.", show_default=False)
+    ] = None,
+    measure_kv: Annotated[str | None, typer.Option(help="The same for bits per cached value.", show_default=False)] = None,
+    eval_: Eval = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Print the least predicted damage at every budget, from a finished profile."""
-    asked = None
-    if budgets is not None:
-        from autoq.budget import parse_budget
-
-        parsed = [parse_budget(b, "--budgets") for b in budgets.split(",")]
-        if wrong := next((b for b in parsed if b.unit != "bits"), None):
-            raise UserError(f"--budgets {wrong.text!r}: the front is drawn over bits, such as 3,3.5,4")
-        asked = [b.value for b in parsed]
+    """Print the least predicted damage at every budget, from a finished profile; measure it where asked."""
+    asked, weights, caches = (
+        _bits(text, option) for text, option in ((budgets, "--budgets"), (measure, "--measure"), (measure_kv, "--measure-kv"))
+    )
     from autoq import api
 
-    result = api.front(run, asked)
+    if weights or caches:
+        result = api.measure_front(run, asked, weights or [], caches or [], eval_, reporter())
+    elif eval_ is not None:
+        raise UserError("--eval is the text to measure on: say where with --measure or --measure-kv")
+    else:
+        result = api.front(run, asked)
+    _print_front(result, as_json)
+
+
+def _bits(text: str | None, option: str) -> list[float] | None:
+    """Read bits per value separated by commas."""
+    if text is None:
+        return None
+    from autoq.budget import parse_budget
+
+    parsed = [parse_budget(b, option) for b in text.split(",")]
+    if wrong := next((b for b in parsed if b.unit != "bits"), None):
+        raise UserError(f"{option} {wrong.text!r}: the front is drawn over bits, such as 3,3.5,4")
+    return [b.value for b in parsed]
+
+
+def _print_front(result: FrontResult, as_json: bool) -> None:
     if as_json:
         print_json(result.to_json())
     else:
-        from autoq.report.terminal import fronts
+        from autoq.report.fronts import fronts
 
         stdout().print(fronts(result))

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from autoq.report.fronts import front_table
 from autoq.report.trials import trials_view
 from autoq.report.words import nats, size
 
 if TYPE_CHECKING:
-    from autoq.api import FrontResult, SearchResult
-    from autoq.search.front import FrontPoint
+    from autoq.api import SearchResult
 
 
 class RichReporter:
@@ -209,23 +209,6 @@ def _row(part: str, run: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str) -> RenderableType | None:
-    """Return the front around the chosen budget, or None where that side has none."""
-    if not points:
-        return None
-    table = Table(title=f"front, {what}", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    table.add_column("bits", justify="right")
-    table.add_column("predicted KL", justify="right")
-    table.add_column("")
-    worst = max(p.predicted_kl for p in points) or 1.0
-    nearest = None if chosen is None else min(points, key=lambda p: abs(p.bits - chosen))
-    for point in points:
-        bar = "█" * max(1, round(24 * point.predicted_kl / worst)) if point.predicted_kl else ""
-        style = "bold cyan" if point is nearest else ""
-        table.add_row(f"{point.bits:.3f}", nats(point.predicted_kl), bar + (" ◄ chosen" if point is nearest else ""), style=style)
-    return table
-
-
 def uniform_table(result: SearchResult) -> RenderableType:
     """Return the recipe beside the uniform formats of no more bits."""
     table = Table(
@@ -250,12 +233,6 @@ def uniform_table(result: SearchResult) -> RenderableType:
     if not result.uniforms:
         table.add_row("no uniform format of the space takes so few bits", "", "", "", "", style="dim")
     return table
-
-
-def fronts(result: FrontResult) -> RenderableType:
-    """Return what `autoq front` prints."""
-    parts = [front_table(result.weights, None, "bits per weight"), front_table(result.kv, None, "bits per cached value")]
-    return Group(*(p for p in parts if p is not None))
 
 
 def recipe_view(view: dict[str, Any]) -> RenderableType:

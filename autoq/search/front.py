@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoq.budget import BITS_TOLERANCE
 from autoq.errors import UserError
 from autoq.search.exchange import Solver
 from autoq.search.problem import Limit, Problem
 from autoq.search.solver import solve, total_bits, total_damage
+
+KNEE = 0.03  # depth below a chord, of the range
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,18 @@ class FrontPoint:
     formats: dict[str, int]
 
 
+def limit_of(name: str, units: frozenset[str], values: int, bits: float) -> Limit:
+    """Return the limit of so many bits per value, within the tolerance of a budget."""
+    return Limit(name, units, int((bits + BITS_TOLERANCE) * values))
+
+
 def sweep(problem: Problem, units: frozenset[str], values: int, budgets: list[float], solver: Solver = solve) -> list[FrontPoint]:
     """Solve one side of the problem (the weights, or the caches) at each budget in bits per value; unreachable ones are left out."""
     options = {u: o for u, o in problem.options.items() if u in units}
     floor = sum(min(o.bits for o in found) for found in options.values())
     points: dict[float, FrontPoint] = {}
     for budget in sorted(budgets):
-        limit = Limit("front", units, int((budget + 0.001) * values))
+        limit = limit_of("front", units, values, budget)
         if limit.bits < floor:
             continue
         try:
@@ -38,6 +48,81 @@ def sweep(problem: Problem, units: frozenset[str], values: int, budgets: list[fl
             formats[option.format] = formats.get(option.format, 0) + 1
         points[bits] = FrontPoint(bits, total_damage(choice), dict(sorted(formats.items())))
     return list(points.values())
+
+
+@dataclass(frozen=True)
+class TotalPoint:
+    """The best recipe within a budget for weights and caches together.
+
+    Attributes:
+        total_bytes: of all weights, what is left out too, and of the cache. bits, kv_bits: per searched weight and cached value.
+    """
+
+    total_bytes: int
+    bits: float
+    kv_bits: float
+    predicted_kl: float
+
+
+def sweep_total(
+    problem: Problem, weights: tuple[frozenset[str], int], caches: tuple[frozenset[str], int], other_bits: int, budgets: Sequence[int], solver: Solver = solve
+) -> list[TotalPoint]:  # fmt: skip
+    """Solve both sides together at each budget in bits; unreachable ones are left out.
+
+    Args:
+        weights, caches: (units, number of values). other_bits: stored by what is not searched; the budgets leave it out.
+    """
+    units = weights[0] | caches[0]
+    floor = sum(min(o.bits for o in problem.options[u]) for u in units)
+    points: dict[int, TotalPoint] = {}
+    for budget in sorted(budgets):
+        if budget < floor:
+            continue
+        try:
+            choice = solver(replace(problem, limits=(Limit("front", units, budget),)))
+        except UserError:  # an engine's limits leave nothing there
+            continue
+        of_weights, of_caches = (total_bits(choice, side) for side, _ in (weights, caches))
+        size = -(-(of_weights + of_caches + other_bits) // 8)
+        points[size] = TotalPoint(size, of_weights / weights[1], of_caches / caches[1], total_damage(choice))
+    return list(points.values())
+
+
+def knees(sizes: Sequence[float], damages: Sequence[float]) -> list[int]:
+    """Return the indices of a front's knees: where more memory begins to buy less.
+
+    A point is one if it lies furthest below the chord between the ends, or between two other knees and ends by more than KNEE of the range, in
+    (memory, log damage) scaled to 1 (Satopaa et al. 2011, "Finding a Kneedle in a Haystack"). Damage falls by a steady factor a bit,
+    so that the log is what bends. Points that a smaller one beats are passed over.
+
+    Args:
+        sizes: ascending.
+    """
+    inside: list[int] = []
+    for i, damage in enumerate(damages):
+        if damage > 0 and (not inside or (damage < damages[inside[-1]] and sizes[i] > sizes[inside[-1]])):
+            inside.append(i)
+    if len(inside) < 3:
+        return []
+    x = [sizes[i] for i in inside]
+    y = [math.log(damages[i]) for i in inside]
+    if x[-1] <= x[0] or max(y) <= min(y):
+        return []
+    x, y = [(v - x[0]) / (x[-1] - x[0]) for v in x], [(v - min(y)) / (max(y) - min(y)) for v in y]
+    found: list[int] = []
+    _knees_between(x, y, 0, len(x) - 1, found)
+    return [inside[i] for i in sorted(found)]
+
+
+def _knees_between(x: Sequence[float], y: Sequence[float], first: int, last: int, found: list[int]) -> None:
+    if last - first < 2:
+        return
+    slope = (y[last] - y[first]) / (x[last] - x[first])
+    depth, at = max((y[first] + slope * (x[i] - x[first]) - y[i], i) for i in range(first + 1, last))
+    if depth > KNEE:
+        found.append(at)
+        _knees_between(x, y, first, at, found)
+        _knees_between(x, y, at, last, found)
 
 
 def around(bits: float) -> list[float]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autoq.budget import Budget, Budgets
 from autoq.cost.bits import unit_bits
 from autoq.cost.kv_memory import cache_bits, cache_values, peak_bits
 from autoq.errors import UserError
 from autoq.formats.catalog import kv_format, weight_format
-from autoq.measure.damage import Candidates
-from autoq.measure.estimate import DamageTable
 from autoq.model.unit import ModelUnits, Unit
+
+if TYPE_CHECKING:
+    from autoq.measure.damage import Candidates
+    from autoq.measure.estimate import DamageTable
 
 
 @dataclass(frozen=True)

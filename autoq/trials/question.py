@@ -40,7 +40,8 @@ class Question:
     """The recipes of a study.
 
     Attributes:
-        starts: recipes to measure first, by name: uniform formats, solutions for nearby budgets.
+        starts: recipes to measure early, by name: uniform formats, solutions for nearby budgets. corners: of a front, the bits of
+            each traded side of the exact solutions to measure first.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Question:
     engine: Engine
     sides: tuple[Side, ...]
     starts: Mapping[str, Choice] = field(default_factory=dict)
+    corners: tuple[Mapping[str, float], ...] = ()
 
     @cached_property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -68,10 +70,11 @@ class Question:
             found[f"{side.name}/bits"] = FloatDistribution(floor, max(floor, MOST_BITS))
         return found
 
-    @property
-    def zeros(self) -> dict[str, float]:
-        """The parameters of the exact solution, where nothing is traded off."""
-        return dict.fromkeys(self.groups, 0.0)
+    @cached_property
+    def firsts(self) -> tuple[dict[str, float], ...]:
+        """The parameters to measure first: those of the exact solution, or of exact solutions along a front."""
+        zeros = dict.fromkeys(self.groups, 0.0)
+        return tuple({**zeros, **corner} for corner in self.corners) if self.traded else (zeros,)
 
     def solve(self, values: Mapping[str, float]) -> Choice:
         """Return the recipe of these parameters."""

@@ -73,7 +73,9 @@ class SeededByTrial(BaseSampler):
         return self.inner.sample_independent(study, trial, name, distribution)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        self.inner.after_trial(study, trial, state, values)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Constraints have been set")  # every trial is feasible: no sampler needs them
+            self.inner.after_trial(study, trial, state, values)
 
     def reseed_rng(self) -> None:
         """Seeds follow the trial: nothing to do."""

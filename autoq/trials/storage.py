@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -85,8 +85,11 @@ def _proxy(url: str) -> BaseStorage:
     found = re.fullmatch(r"grpc://([^:/]+):(\d{1,5})/?", url)
     if found is None:
         raise UserError(f"--storage {url!r} must be grpc://host:port")
-    if importlib.util.find_spec("grpc") is None:
-        raise UserError("--storage grpc:// needs grpcio: pip install 'autoq[grpc]'")
+    try:
+        import google.protobuf  # noqa: F401
+        import grpc  # noqa: F401
+    except ImportError:
+        raise UserError("--storage grpc:// needs grpcio and protobuf: pip install 'autoq[grpc]'") from None
     from optuna.storages import GrpcStorageProxy
 
     with warnings.catch_warnings():
@@ -105,21 +108,45 @@ def _database(text: str, grace: int) -> BaseStorage:
     shown = without_password(text)
     try:
         url = _with_driver(text)
+        is_sqlite = url.get_backend_name() == "sqlite"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return RDBStorage(
+            storage = RDBStorage(
                 url.render_as_string(hide_password=False), heartbeat_interval=min(HEARTBEAT, max(1, grace // 4)), grace_period=grace,
                 heartbeat_stale_trial_callback=queue_again,
-                engine_kwargs={"connect_args": {"timeout": 60}} if url.get_backend_name() == "sqlite" else {"pool_pre_ping": True},
+                engine_kwargs={"connect_args": {"timeout": 60}} if is_sqlite else {"pool_pre_ping": True},
             )  # fmt: skip
+        if is_sqlite:
+            _serialize(storage)
+        return storage
     except (ArgumentError, NoSuchModuleError) as error:
         raise UserError(
             f"--storage {shown!r} is no database URL: sqlite:///trials.db or postgresql://user:password@host/name"
         ) from error
-    except ModuleNotFoundError as error:
-        raise UserError(f"--storage {shown!r} needs the driver {error.name}: pip install {error.name}") from error
+    except ImportError as error:  # Optuna wraps what is missing
+        driver = getattr(error if isinstance(error, ModuleNotFoundError) else error.__cause__, "name", None) or "of that database"
+        raise UserError(f"--storage {shown!r} needs the driver {driver}: pip install {driver}") from error
     except (SQLAlchemyError, RuntimeError, OSError) as error:
         raise UserError(f"--storage {shown!r} cannot be opened: {_reason(error)}") from error
+
+
+def _serialize(storage: RDBStorage) -> None:
+    """Make every transaction of SQLite take the write lock at its beginning.
+
+    SQLite has no SELECT ... FOR UPDATE, and Python's driver begins a transaction only before the first write, so that two processes
+    could both read a queued trial as free and both take it.
+    """
+    from sqlalchemy import event
+
+    def connect(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver begins nothing by itself
+
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    storage.engine.dispose()
+    event.listen(storage.engine, "connect", connect)
+    event.listen(storage.engine, "begin", begin)
 
 
 def _with_driver(text: str) -> URL:

@@ -68,25 +68,19 @@ def open_study(
 def queue_trials(study: Study, question: Question, count: int) -> None:
     """Queue what is missing of `count` trials: the exact solution, the given recipes, then what the sampler draws."""
     alive = {t.user_attrs.get("slot") for t in study.get_trials(deepcopy=False) if t.state != TrialState.FAIL}
-    starts = list(question.starts)
+    firsts, starts = question.firsts, list(question.starts)
     for slot in range(count):
         if slot in alive:
             continue
-        params: dict[str, Any] = question.zeros if slot == 0 and not question.traded else {}
         attrs: dict[str, Any] = {"slot": slot}
-        if 0 < slot <= len(starts):
-            attrs["start"] = starts[slot - 1]
-        study.enqueue_trial(params, user_attrs=attrs)
+        if 0 <= slot - len(firsts) < len(starts):
+            attrs["start"] = starts[slot - len(firsts)]
+        study.enqueue_trial(firsts[slot] if slot < len(firsts) else {}, user_attrs=attrs)
 
 
 def finished(study: Study) -> list[FrozenTrial]:
     """Return the measured trials, by number."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-
-
-def is_open(study: Study) -> bool:
-    """Return True if a trial is queued or runs."""
-    return bool(study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING)))
 
 
 def work(
@@ -161,12 +155,16 @@ class Reaper:
 
 def wait_for_others(
     study: Study, reaper: Reaper, deadline: float | None = None, between: Callable[[], None] = lambda: None
-) -> None:
-    """Wait until nothing runs any more, or until there is something to do again."""
-    while study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+) -> bool:
+    """Wait until nothing runs any more; return True if there is something to do again, because a lost trial was queued."""
+    while True:
         between()
-        if reaper.check() or (deadline is not None and time.monotonic() >= deadline):
-            return
+        if reaper.check() or study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            return True
+        if not study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            return False
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
         time.sleep(POLL)
 
 
@@ -199,7 +197,9 @@ def _is_alive(worker: dict[str, Any]) -> bool:
 def load_study(storage: BaseStorage, name: str, shown: str | None) -> Study:
     """Load a study for a worker; raises UserError if there is none of that name."""
     try:
-        return optuna.load_study(storage=storage, study_name=name, pruner=WilcoxonPruner(p_threshold=P_VALUE))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            return optuna.load_study(storage=storage, study_name=name, pruner=WilcoxonPruner(p_threshold=P_VALUE))
     except KeyError as error:
         where = "the run folder's journal" if shown is None else without_password(shown)
         raise UserError(

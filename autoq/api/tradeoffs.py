@@ -1,0 +1,170 @@
+"""Measure fronts: points of the predicted one, or what a study with several objectives found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from autoq.api.applying import assignment_of
+from autoq.api.confirming import Candidate, Confirmed
+from autoq.api.correcting import Prices, price
+from autoq.api.fronts import FrontResult, MeasuredPoint, described, predicted_fronts
+from autoq.api.plan import Plan, make_plan
+from autoq.api.profiling import Profiled, profile_plan
+from autoq.api.recording import make_recipe
+from autoq.config import SearchConfig
+from autoq.errors import UserError
+from autoq.measure.divergence import Yardstick
+from autoq.measure.estimate import predict
+from autoq.measure.profile import Profile
+from autoq.model.quantized import DecodedWeights
+from autoq.report.progress import Clock, Reporter, Silent
+from autoq.run_folder import write_atomically
+from autoq.search.engine import solve_for_engine
+from autoq.search.front import limit_of
+from autoq.search.problem import Option
+
+FOLDER, FILE = "front", "front.json"
+MOST_POINTS = 12  # of a study's front are confirmed
+
+
+def measure_front(
+    run: Path,
+    budgets: Sequence[float] | None,
+    weights: Sequence[float],
+    caches: Sequence[float],
+    eval_: str | None = None,
+    reporter: Reporter | None = None,
+) -> FrontResult:
+    """Return the predicted fronts of a run, and measure the recipes of some budgets.
+
+    Args:
+        weights, caches: bits per value; the other side stays in 16 bit.
+    """
+    known, made = described(run), Profile.load(run).fingerprint
+    description = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    try:
+        config = replace(
+            known, run=run, resume=True, front=True, sides="both" if caches else "weights", eval=eval_, dtype=made.dtype,
+            calib=None if description["calib"] == "stdlib" else description["calib"], seed=int(description["seed"]),
+            samples=int(description["samples"]), seq_len=int(description["seq_len"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
+    clock = Clock(reporter or Silent())
+    done, yardstick, prices, _ = _prepared(config, clock)
+    problem, sides = done.plan.problem(prices.table), done.plan.sides()
+    recipes: dict[str, dict[str, Option]] = {}
+    for side, asked in (("weights", weights), ("cache", caches)):
+        for bits in asked:
+            units, values = sides[side]
+            others = {u: o[:1] for u, o in problem.options.items() if u not in units}
+            limited = replace(problem, options={**problem.options, **others}, limits=(limit_of(side, units, values, bits),))
+            if limited.limits[0].bits < sum(min(o.bits for o in problem.options[u]) for u in units):
+                raise UserError(f"{bits:g} bits for the {side} cannot be met: no format of the space {config.space!r} is so small")
+            recipes[f"{side} {bits:g}bits"] = solve_for_engine(limited, done.plan.units, done.plan.engine)
+    points = _measured(done, recipes, prices, yardstick, clock)
+    assert done.plan.config.context is not None
+    front = predicted_fronts(run, done.plan.units, done.plan.candidates, prices.table, done.plan.budgets.context, budgets)
+    return replace(front, measured=points)
+
+
+def search_front(config: SearchConfig, reporter: Reporter | None = None) -> FrontResult:
+    """Profile, correct, and return the front of damage against memory; with trials a study measures it, and its recipes are written.
+
+    Writes front.json, and front/recipe-*.yaml for each measured recipe that no other beats, into the run folder.
+    """
+    clock = Clock(reporter or Silent())
+    done, yardstick, prices, floor = _prepared(config, clock)
+    plan, run = done.plan, done.run.path
+    front = predicted_fronts(run, plan.units, plan.candidates, prices.table, plan.budgets.context)
+    if config.trials:
+        from autoq.api.trialling import run_trials
+
+        trials = run_trials(done, prices.table, clock)
+        points = _measured(done, _spread(trials.finalists), prices, yardstick, clock, run / FOLDER, floor)
+        front = replace(front, measured=points, trials=trials)
+    write_atomically(run / FILE, json.dumps(front.to_json(), indent=1) + "\n")
+    return front
+
+
+def _prepared(config: SearchConfig, clock: Clock) -> tuple[Profiled, Yardstick, Prices, float]:
+    with clock.stage("prepare", "reading the model's shapes"):
+        plan: Plan = make_plan(config)
+        if config.trials:
+            from autoq.trials.samplers import check_sampler
+
+            check_sampler(config.sampler, 1 + len(plan.sides()))
+    done = profile_plan(plan, clock)
+    with clock.stage("measure", "measuring the original") as progress:
+        yardstick = Yardstick(done.model, plan.units, done.eval_ids)
+        floor = yardstick.noise_floor()
+        progress(1, 1)
+    return done, yardstick, price(done, floor, clock), floor
+
+
+def _spread(recipes: Mapping[str, dict[str, Option]]) -> dict[str, dict[str, Option]]:
+    """Leave as many as are confirmed, spread evenly over their bits."""
+    ordered = sorted(recipes, key=lambda name: sum(o.bits for o in recipes[name].values()))
+    if len(ordered) > MOST_POINTS:
+        ordered = [ordered[round(i * (len(ordered) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+    return {name: recipes[name] for name in ordered}
+
+
+def _measured(
+    done: Profiled,
+    recipes: Mapping[str, dict[str, Option]],
+    prices: Prices,
+    yardstick: Yardstick,
+    clock: Clock,
+    folder: Path | None = None,
+    floor: float = 0.0,
+) -> tuple[MeasuredPoint, ...]:
+    """Measure recipes on the untouched text, ordered by bytes; with a folder, leave out those that another one beats and write the others."""
+    plan, decoded = done.plan, DecodedWeights.beside(done.model)
+    found = []
+    with clock.stage("measure", "measuring the front") as progress:
+        for i, (label, choice) in enumerate(recipes.items()):
+            progress(i, len(recipes))
+            divergence = yardstick.measure(assignment_of(plan.units, choice, done.profile.calibration), decoded=decoded)
+            found.append(Candidate(label, choice, divergence))
+        progress(len(recipes), len(recipes))
+    points = []
+    for candidate in found:
+        formats = {u: o.format for u, o in candidate.choice.items()}
+        prediction = predict(done.profile, plan.units, formats, factors=prices.factors, cells=prices.cells)
+        recipe = make_recipe(
+            done, candidate.choice, prices.table, prediction, candidate.divergence, floor, Confirmed((candidate,), ())
+        )
+        totals, kl = recipe.totals, candidate.divergence
+        point = MeasuredPoint(
+            candidate.label,
+            totals.bits,
+            totals.kv_bits,
+            totals.weight_bytes + totals.kv_bytes,
+            prediction.kl,
+            kl.mean_kl,
+            kl.stderr,
+        )
+        points.append((point, recipe))
+    points.sort(key=lambda pair: (pair[0].total_bytes, pair[0].measured_kl))
+    if folder is None:
+        return tuple(point for point, _ in points)
+    kept = [(p, r) for p, r in points if not any(_beats(q, p) for q, _ in points)]
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("recipe-*.yaml"):
+        old.unlink()
+    written = []
+    for point, recipe in kept:
+        path = folder / f"recipe-{point.bits:.3f}bits{f'-kv{point.kv_bits:.3f}' if point.kv_bits < 16 else ''}.yaml"
+        recipe.write(path)
+        written.append(replace(point, recipe=path))
+    return tuple(written)
+
+
+def _beats(one: MeasuredPoint, other: MeasuredPoint) -> bool:
+    """Return True if a point is no worse in anything, and better in something."""
+    pairs = [(one.measured_kl, other.measured_kl), (one.bits, other.bits), (one.kv_bits, other.kv_bits)]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
