@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "autoq"
 LAYERS = [
-    {"errors", "config", "process_memory", "__init__"},
+    {"errors", "config", "process_memory", "urls", "__init__"},
     {"yaml_file", "budget", "formats", "report.progress", "run_folder"},
     {"codec", "kernels"},
     {"recipe_formats"},

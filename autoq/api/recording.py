@@ -24,6 +24,7 @@ from autoq.measure.estimate import DamageTable, Prediction
 from autoq.model.text import STDLIB
 from autoq.recipe_formats import describe, encode_mean
 from autoq.search.problem import Option
+from autoq.urls import without_password
 
 if TYPE_CHECKING:
     from autoq.api.trialling import TrialsReport
@@ -135,7 +136,7 @@ def _provenance(plan: Plan, done: Profiled) -> recipes.ProvenanceEntry:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = __version__ if name == "autoq" else "?"
-    arguments = [a for a in sys.argv[1:] if a]
+    arguments = [without_password(a) for a in sys.argv[1:] if a]
     return recipes.ProvenanceEntry(
         command="autoq " + " ".join(arguments) if Path(sys.argv[0]).name in ("autoq", "__main__.py") else "python API",
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -134,7 +134,8 @@ def other_devices(first: str) -> list[str]:
 
 
 def _shown(storage: str | None, run: Path) -> str:
-    from autoq.trials.storage import JOURNAL, without_password
+    from autoq.trials.storage import JOURNAL
+    from autoq.urls import without_password
 
     return str(run / JOURNAL) if storage is None else without_password(storage)
 

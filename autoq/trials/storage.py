@@ -16,6 +16,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from autoq.errors import UserError
 from autoq.trials.retry import queue_again
+from autoq.urls import without_password
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -48,11 +49,6 @@ def open_storage(url: str | None, run: Path, grace: int = GRACE) -> BaseStorage:
     if url.startswith("grpc://"):
         return _proxy(url)
     return _database(url, grace)
-
-
-def without_password(text: str) -> str:
-    """Return text with the password of any URL in it hidden."""
-    return re.sub(r"(://[^/@\s:]*):[^/\s]*@", r"\1:***@", text)
 
 
 def _journal(path: Path) -> BaseStorage:

@@ -25,7 +25,7 @@ from autoq.errors import AutoqError, UserError
 from autoq.trials.question import Question
 from autoq.trials.retry import RETRIES, queue_again
 from autoq.trials.samplers import make_sampler
-from autoq.trials.storage import without_password
+from autoq.urls import without_password
 
 P_VALUE = 0.05  # of a trial being as good as the best one, below which it is stopped
 SILENCE = 600.0  # seconds without progress after which another machine's trial is taken to be lost

@@ -16,8 +16,9 @@ from optuna.trial import TrialState
 
 from autoq.errors import UserError
 from autoq.trials import storage as storages
-from autoq.trials.storage import JOURNAL, open_storage, without_password
+from autoq.trials.storage import JOURNAL, open_storage
 from autoq.trials.study import Reaper, finished, load_study, open_study, queue_trials, work
+from autoq.urls import without_password
 from tests.trials import fake
 
 
