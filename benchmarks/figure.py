@@ -104,6 +104,29 @@ def joint_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def trials_table(results: dict[str, Any]) -> str:
+    """One row for each budget: the exact solution and the best of some trials; then what weak spots change."""
+    lines = [
+        "| bits | exact solution | best of 20 trials, less by | best of 60, less by | seconds of 60 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in results["trials"]:
+        gains = [
+            f"{0.0 - row[f'less_{n}']:+.4f} ± {row[f'less_error_{n}']:.4f}" if row[f"best_of_{n}"] else "the solution itself"
+            for n in (20, 60)
+        ]
+        lines.append(
+            f"| {row['budget']} | {row['solution']:.4f} ± {row['stderr']:.4f} | {gains[0]} | {gains[1]} | {row['seconds_60']:,.0f} |"
+        )
+    lines += ["", "| bits | damage solved with | cells measured alone | measured KL | less by |", "|---|---|---|---|---|"]
+    for row in results["weak_spots"]:
+        less = "" if row["less_than_columns"] is None else f"{0.0 - row['less_than_columns']:+.3f} ± {row['error']:.3f}"
+        lines.append(
+            f"| {row['budget']} | {row['damage']} | {row['cells_measured'] or ''} | {row['measured']:.3f} ± {row['stderr']:.3f} | {less} |"
+        )
+    return "\n".join(lines)
+
+
 def cost(rows: list[dict[str, Any]]) -> str:
     timed = [r for r in rows if "profile_over_bare" in r]
     weighed = [r for r in rows if "peak_over_model" in r]
@@ -130,7 +153,7 @@ def main() -> None:
     results = json.loads((source / "quality.json").read_text())
     draw(results, readme.parent / "docs" / "damage.svg")
     text = between_marks(readme.read_text(), "results", table(results))
-    for mark, made in (("cache", cache_table), ("joint", joint_table), ("cost", cost)):
+    for mark, made in (("cache", cache_table), ("joint", joint_table), ("trials", trials_table), ("cost", cost)):
         file = source / {"cache": "kv.json"}.get(mark, f"{mark}.json")
         text = between_marks(text, mark, made(json.loads(file.read_text())))  # type: ignore[operator]
     readme.write_text(text)
