@@ -23,7 +23,7 @@ Space = Annotated[str, typer.Option(help="A bundled search space (default, plain
 Calib = Annotated[
     str | None,
     typer.Option(
-        help="Text to profile on: .txt, .jsonl, .parquet or a dataset name[:config][@split]. Default: Python's own documentation.",
+        help="Text to profile on: .txt, .jsonl, .parquet or a dataset name\\[:config]\\[@split]. Default: Python's own documentation.",
         show_default=False,
     ),
 ]

@@ -54,6 +54,7 @@ D = SearchConfig()
     "autoq search --run runs/demo --budget 5bits --json   (the same profile, another budget)"
 )
 def search(
+    context_: typer.Context,
     model: Model = D.model,
     budget: Annotated[
         str | None,
@@ -145,7 +146,7 @@ def search(
         eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, validate=validate, run=run,
         resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, profile_batch=profile_batch,
         weak=weak, max_kl=max_kl, front=front_, sides=sides, trials=trials, sampler=sampler, trial_samples=trial_samples, workers=workers,
-        storage=storage if trials else None, study=study, timeout=None if timeout is None else parse_duration(timeout),
+        storage=storage if trials or _is_typed(context_, "storage") else None, study=study, timeout=None if timeout is None else parse_duration(timeout),
     )  # fmt: skip
     progress = reporter()
     if config.validate:
@@ -283,6 +284,12 @@ def front(
     else:
         result = api.front(run, asked)
     _print_front(result, as_json)
+
+
+def _is_typed(context: typer.Context, option: str) -> bool:
+    """Return True if an option comes from the command line, not from the environment."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _bits(text: str | None, option: str) -> list[float] | None:

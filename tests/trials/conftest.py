@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -24,16 +25,22 @@ def postgres_programs() -> Path | None:
     return folders[-1].parent if folders else None
 
 
+def unprivileged() -> str:
+    """Return a user that the server may run as; it refuses root."""
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     """Return the URL of a database of a server that this session starts, as another user where this one is root."""
     programs = postgres_programs()
     if programs is None:
         pytest.skip("PostgreSQL's server is not installed (apt install postgresql)")
-    user: dict[str, Any] = {"user": "postgres"} if os.geteuid() == 0 else {}
+    user: dict[str, Any] = {"user": unprivileged()} if os.geteuid() == 0 else {}
     folder = Path(tempfile.mkdtemp(prefix="autoq-pg-"))  # short: a socket's path may have 107 characters
     if user:
-        shutil.chown(folder, "postgres")
+        shutil.chown(folder, user["user"])
     data, port = folder / "data", str(20000 + os.getpid() % 20000)
     call: dict[str, Any] = {"check": True, "capture_output": True, "cwd": folder, **user}
     subprocess.run([programs / "initdb", "-D", data, "-U", "autoq", "--auth=trust", "--no-sync"], **call)
