@@ -82,6 +82,17 @@ class BudgetEntry(Strict):
     target: str = Field(default="any", description="device that can run every format")
     max_kl: float | None = Field(default=None, description="damage in nats per token within which the smallest recipe was wanted")
 
+    def options(self) -> list[str]:
+        """Return the command-line options that ask for the same."""
+        found = [f"--max-kl {self.max_kl:g}"] if self.max_kl is not None else []
+        if self.max_kl is None:
+            asked = (("--budget", self.weights), ("--kv-budget", self.kv), ("--memory", self.memory))
+            found += [f"{option} {text}" for option, text in asked if text]
+        if self.kv is not None or self.memory is not None:
+            found += [f"--context {self.context}", f"--batch {self.batch}"]
+        found += [f"--engine {self.engine}"] if self.engine != "none" else []
+        return found + ([f"--target {self.target}"] if self.target != "any" else [])
+
 
 class TotalsEntry(Strict):
     """What the recipe stores."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from autoq.api import SearchResult
 
 
+FEW_BITS, TRIALS = 4.25, 60  # where trials pay, and how many (benchmarks/trials.py)
+
+
 class RichReporter:
     """Progress bars and lines on stderr."""
 
@@ -131,6 +134,7 @@ def _next_steps(result: SearchResult) -> RenderableType:
     budgets = [f"--budget {totals.bits + 0.5:.2g}bits"] if asked.weights else []
     budgets += [f"--kv-budget {totals.kv_bits + 0.5:.2g}bits"] if asked.kv else []
     another = f"{autoq} search {result.options} --run {result.run} {' '.join(budgets)}"
+    same = f"{autoq} search {result.options} --run {result.run} {' '.join(asked.options())} --trials {TRIALS}"
     steps = Table.grid(padding=(0, 2))
     steps.add_column(no_wrap=True)
     for command, what in (
@@ -138,6 +142,7 @@ def _next_steps(result: SearchResult) -> RenderableType:
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
         (f"{autoq} front {result.run}", "what other budgets would cost"),
         (" ".join(another.split()), "another budget, same profile"),
+        *([(" ".join(same.split()), "recipes nearby, measured")] if result.trials is None and 0 < totals.bits < FEW_BITS else []),
     ):
         steps.add_row(command, Text(what, style="dim"))
     return Group(Text("next", style="bold"), steps)
