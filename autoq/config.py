@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -114,7 +115,17 @@ class SearchConfig:
             raise UserError("--max-kl asks for one recipe and --front for all: leave one out")
         if self.timeout is not None and not self.timeout > 0:
             raise UserError(f"--timeout is {self.timeout}, but must be above 0 seconds")
+        if self.study is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", self.study):
+            raise UserError(f"--study {self.study!r} must be letters, digits, '.', '_' and '-', at most 100 of them")
+        if self.sides != "weights" and not self.front and self.max_kl is None:
+            raise UserError("--sides is about --front and --max-kl: give one of them, or budgets for what is searched")
+        if self.front and self.validate:
+            raise UserError("--validate checks one recipe, and --front has many: run `autoq validate` on one of them")
+        if self.front and not self.trials and (self.budget or self.kv_budget or self.memory):
+            raise UserError("--front without --trials draws every budget: leave the budgets out, or give --trials")
         if not self.trials:
+            if self.sampler != "tpe":
+                raise UserError("--sampler is about trials: give --trials too")
             for name in ("storage", "study", "timeout"):
                 if getattr(self, name) is not None:
                     raise UserError(f"--{name} is about trials: give --trials too")

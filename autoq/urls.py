@@ -7,4 +7,5 @@ import re
 
 def without_password(text: str) -> str:
     """Return text with the password of any URL in it hidden."""
-    return re.sub(r"(://[^/@\s:]*):[^/\s]*@", r"\1:***@", text)
+    text = re.sub(r"(://[^/@\s:]*):\S*@", r"\1:***@", text)
+    return re.sub(r"(?i)\b(password|passwd|pwd)=[^&\s]*", r"\1=***", text)

@@ -172,6 +172,11 @@ def test_what_a_worker_is_given_must_belong_together(copied: tuple[Path, dict[st
         (("--front", "--sides", "keys"), "unknown value of --sides 'keys'"),
         (("--front", "--trials", "5", "--sampler", "cmaes"), "cmaes has one objective, a front has 2"),
         (("--weak", "-2"), "--weak is -2"),
+        (("--trials", "5", "--study", "a/b"), "--study 'a/b' must be letters, digits"),
+        (("--sides", "both"), "--sides is about --front and --max-kl"),
+        (("--sampler", "gp"), "--sampler is about trials"),
+        (("--front", "--trials", "3", "--validate", "2"), "--validate checks one recipe"),
+        (("--front",), "--front without --trials draws every budget: leave the budgets out"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], message: str, copied: tuple[Path, dict[str, Any]]) -> None:
@@ -201,6 +206,19 @@ def test_the_smallest_recipe_within_a_damage(copied: tuple[Path, dict[str, Any]]
     assert all(u["bits"] <= found["bits"] + 0.001 for u in found["uniform"])
     written = yaml.safe_load((folder / found["recipe"]).read_text())
     assert written["budget"]["max_kl"] == 0.02
+    begun = json.loads(
+        run_autoq(*arguments, "--max-kl", "0.02", "--trials", "4", "--timeout", "0.01s", "--json", cwd=folder).stdout
+    )
+    study = begun["trials"]["study"]
+    joined = run_autoq(
+        "worker", "--run", "run", "--study", study, "--json", cwd=folder
+    )  # asks the same, at the budget that was found
+    assert joined.returncode == 0, joined.stderr
+    measured = [t for t in trials_in(folder / "run", study) if t.state.name == "COMPLETE"]
+    assert len(measured) == 4
+    assert all(found["bits"] - 0.5 < t.user_attrs["bits"] <= found["bits"] + 0.001 for t in measured)
+    other = json.loads(run_autoq(*arguments, "--max-kl", "0.05", "--trials", "1", "--json", cwd=folder).stdout)
+    assert other["trials"]["study"] != study
     looser = json.loads(run_autoq(*arguments, "--max-kl", "0.05", "--json", cwd=folder).stdout)
     assert looser["bits"] < found["bits"] - 0.2
     assert looser["measured_kl"] <= 0.05

@@ -19,8 +19,10 @@ from autoq.model import load
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
 from autoq.run_folder import RunFolder
+from autoq.search.exchange import Solver
 from autoq.search.front import FrontPoint, TotalPoint, knees, sweep, sweep_total
 from autoq.search.problem import make_problem
+from autoq.search.solver import solve
 from autoq.search.space import load_space
 
 if TYPE_CHECKING:
@@ -132,22 +134,32 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
 
 
 def predicted_fronts(
-    run: Path, units: ModelUnits, candidates: Candidates, table: DamageTable, context: int, budgets: Sequence[float] | None = None
-) -> FrontResult:
-    """Return the fronts of damage over bits of the weights, bits of the cache, and bytes of both."""
+    run: Path, units: ModelUnits, candidates: Candidates, table: DamageTable, context: int, budgets: Sequence[float] | None = None,
+    batch: int = 1, solver: Solver = solve,
+) -> FrontResult:  # fmt: skip
+    """Return the fronts of damage over bits of the weights, bits of the cache, and bytes of both.
+
+    Args:
+        context, batch: tokens and sequences that the cache is counted for. solver: keeps an engine's limits.
+    """
     everything = parse_budget("16bits")
     kv = everything if candidates.keys and candidates.values else None
-    problem = make_problem(units, candidates, Budgets(everything if candidates.weights else None, kv, None, context), table)
+    problem = make_problem(units, candidates, Budgets(everything if candidates.weights else None, kv, None, context, batch), table)
     asked = list(budgets) if budgets else [2 + 0.25 * i for i in range(29)]
     weights = frozenset(u.name for u in units.weights), units.searched
-    caches = frozenset(u.name for u in units.caches), sum(cache_values(u, context) for u in units.caches)
-    sides = [tuple(sweep(problem, names, values, asked)) if names else () for names, values in (weights, caches)]
+    caches = frozenset(u.name for u in units.caches), sum(cache_values(u, context, batch) for u in units.caches)
+    sides = [
+        tuple(sweep(problem, names, values, asked, by)) if names else ()
+        for (names, values), by in ((weights, solve), (caches, solver))
+    ]
     if not sides[0] and not sides[1]:
         raise UserError(f"no budget of {', '.join(f'{b:g}' for b in asked)} bits can be met with this space: ask for more bits")
     total: tuple[TotalPoint, ...] = ()
     if weights[0] and caches[0] and kv is not None and candidates.weights:
         values = weights[1] + caches[1]
         total = tuple(
-            sweep_total(problem, weights, caches, 16 * (units.parameters - units.searched), [int(b * values) for b in asked])
+            sweep_total(
+                problem, weights, caches, 16 * (units.parameters - units.searched), [int(b * values) for b in asked], solver
+            )
         )
     return FrontResult(run, sides[0], sides[1], total, context)

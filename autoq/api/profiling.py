@@ -115,5 +115,10 @@ def _description(plan: Plan) -> dict[str, Any]:
         "seed": config.seed,
         "samples": config.samples,
         "seq_len": config.seq_len,
+        "eval": config.eval,
+        "eval_samples": config.eval_samples,
+        "eval_len": config.eval_len,
+        "correct": config.correct,
+        "weak": config.weak,
         "version": __version__,
     }

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from autoq.api.plan import Plan
+from autoq.budget import Budget, Budgets
 from autoq.config import SearchConfig
 from autoq.errors import AutoqError, UserError
+from autoq.formats.catalog import kv_format, weight_format
+from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable
 from autoq.measure.profile import Profile
 from autoq.run_folder import write_atomically
@@ -30,13 +33,17 @@ CORNERS = 6  # of a front
 
 @dataclass(frozen=True)
 class QuestionFile:
-    """What trials are about: the options of the search, the damage of every cell as corrected, the text, and the model's fingerprint."""
+    """What trials are about: the options of the search, the damage of every cell as corrected, the text, the model's fingerprint, and
+    the budgets and formats as they were resolved.
+    """
 
     config: SearchConfig
     table: DamageTable
     ids: torch.Tensor
     model: str
     dtype: str
+    budgets: Budgets
+    candidates: Candidates
 
     @property
     def fingerprint(self) -> str:
@@ -44,8 +51,11 @@ class QuestionFile:
         return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()[:16]
 
     def _content(self) -> dict[str, Any]:
-        asked = ("budget", "kv_budget", "memory", "target", "engine", "space", "context", "batch", "include", "front", "sides")
+        asked = ("target", "engine", "include", "front")
+        kinds = ("weights", "keys", "values")
         return {
+            "budgets": asdict(self.budgets),
+            "candidates": {kind: [f.name for f in getattr(self.candidates, kind)] for kind in kinds},
             "asked": {name: getattr(self.config, name) for name in asked},
             "table": {u: {f: float(f"{d:.{DIGITS}g}") for f, d in row.items()} for u, row in self.table.items()},
             "ids": self.ids.tolist(),
@@ -64,7 +74,17 @@ class QuestionFile:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             config = SearchConfig(**{**found["config"], "include": tuple(found["config"]["include"])})
-            return QuestionFile(config, found["table"], torch.tensor(found["ids"]), found["model"], found["dtype"])
+            sides = {k: Budget(**found["budgets"][k]) if found["budgets"][k] else None for k in ("weights", "kv", "memory")}
+            names = found["candidates"]
+            candidates = Candidates(
+                tuple(map(weight_format, names["weights"])),
+                tuple(map(kv_format, names["keys"])),
+                tuple(map(kv_format, names["values"])),
+            )
+            return QuestionFile(
+                config, found["table"], torch.tensor(found["ids"]), found["model"], found["dtype"],
+                Budgets(**{**found["budgets"], **sides}), candidates,
+            )  # fmt: skip
         except FileNotFoundError:
             raise UserError(
                 f"{str(path.parent)!r} has no {path.name}: copy the run folder of the search that began the study"
@@ -108,7 +128,9 @@ def corners(plan: Plan, problem: Problem) -> tuple[dict[str, float], ...]:
             choice = solve_for_engine(replace(problem, limits=(*problem.limits, limit)), plan.units, plan.engine)
         except AutoqError:  # the engine or the other limits leave nothing there
             continue
-        found.append({f"{name}/bits": (total_bits(choice, side) + 0.5) / count for name, (side, count) in sides.items()})
+        found.append(
+            {f"{name}/bits": min(MOST_BITS, (total_bits(choice, side) + 0.5) / count) for name, (side, count) in sides.items()}
+        )
     return tuple(found)
 
 

@@ -115,8 +115,11 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         plan = make_plan(config)
         if config.trials:
             from autoq.trials.samplers import check_sampler
+            from autoq.trials.storage import open_storage
 
             check_sampler(config.sampler)
+            if config.storage is not None:
+                open_storage(config.storage, plan.run.path)
     done = profile_plan(plan, clock)
     profile, units = done.profile, plan.units
     with clock.stage("measure", "measuring the original") as progress:
@@ -126,6 +129,9 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     prices = price(done, floor, clock)
     if config.max_kl is not None:
         plan = within_damage(done, prices, yardstick, clock)
+        again = price(replace(done, plan=plan), floor, clock)  # now that it is known how few bits, weak cells may be wanted
+        if again.cells:
+            prices, plan = again, within_damage(done, again, yardstick, clock)
         done = replace(done, plan=plan)
     with clock.stage("solve", "solving") as progress:
         problem = plan.problem(prices.table)

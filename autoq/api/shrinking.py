@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoq.api.applying import assignment_of
@@ -10,15 +11,16 @@ from autoq.api.plan import Plan
 from autoq.api.profiling import Profiled
 from autoq.budget import BITS_TOLERANCE, Budget
 from autoq.errors import UserError
-from autoq.measure.divergence import Divergence, Yardstick
-from autoq.model.quantized import DecodedWeights
+from autoq.measure.divergence import Yardstick
+from autoq.model.quantized import Assignment, DecodedWeights
 from autoq.report.progress import Clock
 from autoq.search.engine import solve_for_engine
 from autoq.search.problem import Option, Problem
 from autoq.search.smallest import smallest_within
 from autoq.search.solver import total_bits
 
-ROUNDS = 8  # recipes measured
+ROUNDS = 8  # recipes measured for one damage
+LOOKS = 3  # at the text that the result is measured on
 CLOSE = 1.02  # of the damages asked of the prediction, below which the search for it ends
 
 
@@ -44,10 +46,11 @@ class Bracket:
 
 
 def within_damage(done: Profiled, prices: Prices, yardstick: Yardstick, clock: Clock) -> Plan:
-    """Return the plan with the smallest budgets whose exact solution measures at most `max_kl`, by a standard error.
+    """Return the plan with the smallest budgets whose exact solution measures at most `max_kl`.
 
-    Budgets are found on the trials' text, and the result is looked at once on the yardstick's: where it is above the damage there,
-    the next smaller damage is asked for. Raises UserError where no recipe is within the damage.
+    The budgets are found on the trials' text, where a recipe counts as its mean KL plus a standard error. The result is then looked at on the
+    yardstick's text; where it is above the damage there, it is looked for again within as much less, at most LOOKS times in all.
+    Raises UserError where no recipe is within the damage.
     """
     plan, limit = done.plan, done.plan.config.max_kl
     assert limit is not None
@@ -55,37 +58,54 @@ def within_damage(done: Profiled, prices: Prices, yardstick: Yardstick, clock: C
     problem, units = plan.problem(prices.table), frozenset().union(*(side for side, _ in plan.sides().values()))
     trials = Yardstick(done.model, plan.units, done.trial_ids)
     decoded = DecodedWeights.beside(done.model)
-    bracket, target, best = Bracket(), limit, None
+    known: dict[str, float] = {}
+
+    def assignment(choice: dict[str, Option]) -> Assignment:
+        return assignment_of(plan.units, choice, done.profile.calibration)
+
+    def upper(choice: dict[str, Option]) -> float:
+        """Mean KL and its standard error on the trials' text."""
+        key = " ".join(option.format for option in choice.values())
+        if key not in known:
+            found = trials.measure(assignment(choice), decoded=decoded)
+            known[key] = found.mean_kl + found.stderr
+        return known[key]
+
+    goal = limit
     with clock.stage("shrink", "finding the smallest recipe") as progress:
-        for i in range(ROUNDS):
-            progress(i, ROUNDS)
-            choice = _smallest(problem, units, target, plan)
-            kl = _upper(trials.measure(assignment_of(plan.units, choice, done.profile.calibration), decoded=decoded))
-            if kl <= limit:
-                kl = max(
-                    kl, _upper(yardstick.measure(assignment_of(plan.units, choice, done.profile.calibration), decoded=decoded))
-                )
-            if kl <= limit and (best is None or total_bits(choice, units) <= total_bits(best, units)):
-                best = choice
-            wish = bracket.next(target, kl, limit)
-            if wish is None or wish == target:
+        for look in range(LOOKS):
+            progress(look, LOOKS)
+            best = _bracketed(goal, lambda target: _smallest(problem, units, target, plan), upper, units)
+            if best is None:
+                raise UserError(f"--max-kl {limit:g}: no recipe of this space measured within it; allow more, or add formats")
+            confirmed = yardstick.measure(assignment(best), decoded=decoded).mean_kl
+            if confirmed <= limit:
                 break
-            target = wish
-        progress(ROUNDS, ROUNDS)
-    if best is None:
-        raise UserError(
-            f"--max-kl {limit:g}: no recipe of this space measured within it in {ROUNDS} tries; allow more, or add formats"
-        )
+            goal *= 0.98 * limit / confirmed
+        progress(LOOKS, LOOKS)
+    assert best is not None
     return with_budgets(plan, best)
+
+
+def _bracketed(
+    goal: float, solve: Callable[[float], dict[str, Option]], measured: Callable[[dict[str, Option]], float], units: frozenset[str]
+) -> dict[str, Option] | None:
+    """Return the smallest recipe found that measures at most `goal`, or None."""
+    bracket, target, best = Bracket(), goal, None
+    for _ in range(ROUNDS):
+        choice = solve(target)
+        kl = measured(choice)
+        if kl <= goal and (best is None or total_bits(choice, units) <= total_bits(best, units)):
+            best = choice
+        wish = bracket.next(target, kl, goal)
+        if wish is None or wish == target:
+            break
+        target = wish
+    return best
 
 
 def _smallest(problem: Problem, units: frozenset[str], target: float, plan: Plan) -> dict[str, Option]:
     return smallest_within(problem, units, target, lambda p: solve_for_engine(p, plan.units, plan.engine))
-
-
-def _upper(found: Divergence) -> float:
-    """Mean KL and its standard error: what a recipe is taken to cost."""
-    return found.mean_kl + found.stderr
 
 
 def with_budgets(plan: Plan, choice: dict[str, Option]) -> Plan:

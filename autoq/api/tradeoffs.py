@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autoq.api.applying import assignment_of
 from autoq.api.confirming import Candidate, Confirmed
@@ -14,6 +15,7 @@ from autoq.api.fronts import FrontResult, MeasuredPoint, described, predicted_fr
 from autoq.api.plan import Plan, make_plan
 from autoq.api.profiling import Profiled, profile_plan
 from autoq.api.recording import make_recipe
+from autoq.budget import Budget
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 from autoq.measure.divergence import Yardstick
@@ -23,7 +25,6 @@ from autoq.model.quantized import DecodedWeights
 from autoq.report.progress import Clock, Reporter, Silent
 from autoq.run_folder import write_atomically
 from autoq.search.engine import solve_for_engine
-from autoq.search.front import limit_of
 from autoq.search.problem import Option
 
 FOLDER, FILE = "front", "front.json"
@@ -46,25 +47,32 @@ def measure_front(
     known, made = described(run), Profile.load(run).fingerprint
     description = json.loads((run / "run.json").read_text(encoding="utf-8"))
     try:
+        measuring: dict[str, Any] = {
+            name: int(description[name]) for name in ("eval_samples", "eval_len", "correct", "weak") if name in description
+        }
         config = replace(
-            known, run=run, resume=True, front=True, sides="both" if caches else "weights", eval=eval_, dtype=made.dtype,
+            known, run=run, resume=True, front=True, sides="both" if caches else "weights", eval=eval_ or description.get("eval"), dtype=made.dtype,
             calib=None if description["calib"] == "stdlib" else description["calib"], seed=int(description["seed"]),
             samples=int(description["samples"]), seq_len=int(description["seq_len"]),
+            **measuring,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
     clock = Clock(reporter or Silent())
-    done, yardstick, prices, _ = _prepared(config, clock)
-    problem, sides = done.plan.problem(prices.table), done.plan.sides()
+    done, yardstick, prices, floor = _prepared(config, clock)
+    plan = done.plan
     recipes: dict[str, dict[str, Option]] = {}
     for side, asked in (("weights", weights), ("cache", caches)):
         for bits in asked:
-            units, values = sides[side]
-            others = {u: o[:1] for u, o in problem.options.items() if u not in units}
-            limited = replace(problem, options={**problem.options, **others}, limits=(limit_of(side, units, values, bits),))
-            if limited.limits[0].bits < sum(min(o.bits for o in problem.options[u]) for u in units):
-                raise UserError(f"{bits:g} bits for the {side} cannot be met: no format of the space {config.space!r} is so small")
-            recipes[f"{side} {bits:g}bits"] = solve_for_engine(limited, done.plan.units, done.plan.engine)
+            budget = Budget(f"{bits:g}bits", bits, "bits")
+            alone = replace(plan.budgets, weights=budget if side == "weights" else None, kv=budget if side == "cache" else None)
+            limited = replace(plan, budgets=alone)
+            try:
+                limited.problem()
+            except UserError as error:
+                raise UserError(f"{bits:g} bits for the {side} cannot be met: {error}") from error
+            own = price(replace(done, plan=limited), floor, clock)  # at few bits the solution wants weak cells, which are measured
+            recipes[f"{side} {bits:g}bits"] = solve_for_engine(limited.problem(own.table), plan.units, plan.engine)
     points = _measured(done, recipes, prices, yardstick, clock)
     assert done.plan.config.context is not None
     front = predicted_fronts(run, done.plan.units, done.plan.candidates, prices.table, done.plan.budgets.context, budgets)
@@ -79,7 +87,10 @@ def search_front(config: SearchConfig, reporter: Reporter | None = None) -> Fron
     clock = Clock(reporter or Silent())
     done, yardstick, prices, floor = _prepared(config, clock)
     plan, run = done.plan, done.run.path
-    front = predicted_fronts(run, plan.units, plan.candidates, prices.table, plan.budgets.context)
+    front = predicted_fronts(
+        run, plan.units, plan.candidates, prices.table, plan.budgets.context, None, plan.budgets.batch,
+        lambda problem: solve_for_engine(problem, plan.units, plan.engine),
+    )  # fmt: skip
     if config.trials:
         from autoq.api.trialling import run_trials
 
@@ -158,7 +169,8 @@ def _measured(
         old.unlink()
     written = []
     for point, recipe in kept:
-        path = folder / f"recipe-{point.bits:.3f}bits{f'-kv{point.kv_bits:.3f}' if point.kv_bits < 16 else ''}.yaml"
+        kv = f"-kv{point.kv_bits:.3f}" if point.kv_bits < 16 else ""
+        path = folder / f"recipe-{point.bits:.3f}bits{kv}-{point.label.replace(' ', '')}.yaml"
         recipe.write(path)
         written.append(replace(point, recipe=path))
     return tuple(written)

@@ -67,7 +67,7 @@ def run_trials(done: Profiled, table: DamageTable, clock: Clock) -> TrialsReport
     assert done.trial_ids is not None
     question = make_question(plan, table, done.profile)
     prints = done.profile.fingerprint
-    asked = QuestionFile(config, table, done.trial_ids, prints.model, prints.dtype)
+    asked = QuestionFile(config, table, done.trial_ids, prints.model, prints.dtype, plan.budgets, plan.candidates)
     name = config.study or f"{plan.source.short_name}-{asked.fingerprint[:8]}"
     storage = open_storage(config.storage, run)
     facts = {"model": config.model, "windows": len(done.trial_ids), "tokens": done.trial_ids.shape[1], "sampler": config.sampler}
@@ -95,7 +95,9 @@ def run_trials(done: Profiled, table: DamageTable, clock: Clock) -> TrialsReport
             torch.set_num_threads(max(1, threads // config.workers))
             stack.callback(torch.set_num_threads, threads)
             devices = other_devices(config.device)
-            stack.enter_context(worker_processes(config.workers - 1, name, run, devices, config.storage, config.timeout))
+            teller.workers = stack.enter_context(
+                worker_processes(config.workers - 1, name, run, devices, config.storage, config.timeout)
+            )
         while True:
             work(study, objective, deadline, tell)
             if not wait_for_others(study, reaper, deadline, tell) or _is_over(deadline):
@@ -146,11 +148,17 @@ class Teller:
     def __init__(self, study: Study, say: Say) -> None:
         self.study, self.say = study, say
         self.best: float | None = None
+        self.workers: list[Any] = []
+        self.ended: set[int] = set()
 
     def look(self) -> int:
         """Look at the study; return the number of measured trials."""
         from autoq.trials.study import finished
 
+        for i, worker in enumerate(self.workers):
+            if i not in self.ended and worker.poll() not in (None, 0):
+                self.ended.add(i)
+                self.say(f"worker {i + 1} ended with exit code {worker.returncode}: worker-{i + 1}.log in the run folder tells why")
         trials = finished(self.study)
         if len(self.study.directions) == 1 and trials:
             best = min(trials, key=lambda t: (t.values[0], t.number))
@@ -171,7 +179,8 @@ def report_trials(study: Study, question: Question, asked: int, windows: int, st
     repeated = [t for t in trials if "same_as" in t.user_attrs]
     best, finalists = _best(trials, question)
     if question.traded:
-        finalists = {f"trial {t.number}": question_choice(question, t) for t in study.best_trials}
+        distinct = {t.user_attrs["recipe"]: t for t in reversed(study.best_trials)}
+        finalists = {f"trial {t.number}": question_choice(question, t) for t in reversed(distinct.values())}
     return TrialsReport(
         study.study_name, storage, windows, asked, len(trials), len(stopped), len(repeated), best, importances(trials), finalists
     )  # fmt: skip
@@ -191,6 +200,7 @@ def _best(trials: list[FrozenTrial], question: Question) -> tuple[dict[str, Any]
         return {}, {}
     whole = [t for t in trials if "stopped_after" not in t.user_attrs and "same_as" not in t.user_attrs]
     whole.sort(key=lambda t: (t.values[0], t.number))
+    whole = list({t.user_attrs["recipe"]: t for t in reversed(whole)}.values())[::-1]  # two workers may have drawn the same one
     zero = next((t for t in trials if t.user_attrs.get("slot") == 0), None)
     best = whole[0]
     found: dict[str, Any] = {"trial": best.number, "kl": best.values[0], "start": best.user_attrs.get("start"), "difference": None}

@@ -64,8 +64,16 @@ def worker(
             resume=True,
             device=load.pick_device(device),
             dtype=asked.dtype,
-        )
-        plan, profile = make_plan(config), Profile.load(run)
+            budget=None,
+            kv_budget=None,
+            memory=None,
+            max_kl=None,
+            space="default",
+            calib=None,
+            eval=None,
+        )  # fmt: skip  what these stood for is in the question
+        plan, profile = make_plan(config, budgets_needed=False), Profile.load(run)
+        plan = replace(plan, budgets=asked.budgets, candidates=asked.candidates)
         loaded = load.load_model(plan.source, config.device, asked.dtype)
         if model_fingerprint(loaded) != asked.model:
             raise UserError(f"{config.model!r} has other weights than the model of the study {study!r}")

@@ -61,7 +61,9 @@ class Objective:
         return None
 
     def _measured(self, trial: Trial, choice: Choice) -> float:
-        order = np.random.default_rng((abs(self.seed), trial.number)).permutation(self.batches).tolist()
+        order = (
+            np.random.default_rng((abs(self.seed), trial.user_attrs.get("slot", trial.number))).permutation(self.batches).tolist()
+        )
         windows: dict[int, float] = {}
         estimate = None
         with closing(self.measure(choice, order)) as measured:  # type: ignore[type-var]

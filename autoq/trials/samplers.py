@@ -60,7 +60,7 @@ class SeededByTrial(BaseSampler):
             return self.make((self.seed * 1_000_003 + number) % 2**32)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        self.inner = self._made(trial.number)
+        self.inner = self._made(trial.user_attrs.get("slot", trial.number))
         self.inner.before_trial(study, trial)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002

@@ -6,11 +6,13 @@ one process only. A trial whose process died is closed as failed and queued agai
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def queue_trials(study: Study, question: Question, count: int) -> None:
     """Queue what is missing of `count` trials: the exact solution, the given recipes, then what the sampler draws."""
     alive = {t.user_attrs.get("slot") for t in study.get_trials(deepcopy=False) if t.state != TrialState.FAIL}
     firsts, starts = question.firsts, list(question.starts)
+    study.set_user_attr("asked", count)
     for slot in range(count):
         if slot in alive:
             continue
@@ -81,6 +84,12 @@ def queue_trials(study: Study, question: Question, count: int) -> None:
 def finished(study: Study) -> list[FrozenTrial]:
     """Return the measured trials, by number."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+
+def queued(study: Study) -> bool:
+    """Return True if one of the trials that are asked for now is queued; a study may hold more from an earlier, longer run."""
+    asked = study.user_attrs.get("asked", math.inf)
+    return any(t.user_attrs.get("slot", -1) < asked for t in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
 
 def work(
@@ -100,11 +109,15 @@ def work(
         trial.set_user_attr("worker", identity())
         return objective(trial)
 
-    while study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+    def report(_: Study, trial: FrozenTrial) -> None:
+        if trial.state == TrialState.COMPLETE:
+            after(trial)
+
+    while queued(study):
         if deadline is not None and time.monotonic() >= deadline:
             return
         try:
-            study.optimize(run, n_trials=1, catch=(SurplusTrial,), callbacks=[lambda _, trial: after(trial)])
+            study.optimize(run, n_trials=1, catch=(SurplusTrial,), callbacks=[report])
         except UpdateFinishedTrialError:  # it was taken to be lost meanwhile, and queued again
             continue
         except BaseException:
@@ -144,8 +157,10 @@ class Reaper:
 
     def _is_lost(self, trial: FrozenTrial) -> bool:
         worker = trial.user_attrs.get("worker")
-        if worker and worker["host"] == socket.gethostname():
+        if worker and worker["host"] == machine():
             return not _is_alive(worker)
+        if _has_heartbeat(self.study):
+            return False
         state = (len(trial.intermediate_values), sorted(trial.user_attrs), trial.user_attrs.get("batches"))
         now = time.monotonic()
         if self.seen.get(trial.number, (None, 0.0))[0] != state:
@@ -159,7 +174,8 @@ def wait_for_others(
     """Wait until nothing runs any more; return True if there is something to do again, because a lost trial was queued."""
     while True:
         between()
-        if reaper.check() or study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        reaper.check()
+        if queued(study):
             return True
         if not study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             return False
@@ -170,7 +186,20 @@ def wait_for_others(
 
 def identity() -> dict[str, Any]:
     """Name this process so that another one on this machine can tell whether it is still alive."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def machine() -> str:
+    """Name this machine, or this container of it: where a process id means something."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def _has_heartbeat(study: Study) -> bool:
+    interval = getattr(study._storage, "get_heartbeat_interval", None)
+    return interval is not None and interval() is not None
 
 
 def _started(pid: int) -> int | None:

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 STORAGE = "AUTOQ_STORAGE"  # the URL may hold a password, which the process list must not show
+LONGEST = 600  # seconds that a last trial may take after --timeout
 PATIENCE = 20  # seconds for a worker to end when it is told to
 
 
@@ -23,7 +24,9 @@ def worker_processes(
         devices: of the workers, in turn.
     """
     share = max(1, (os.cpu_count() or 1) // (count + 1))
-    environment = {"OMP_NUM_THREADS": str(share), **os.environ}
+    package = str(Path(__file__).resolve().parent.parent.parent)  # the autoq that this process runs, not one that lies about
+    paths = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
+    environment = {"OMP_NUM_THREADS": str(share), **os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
     if storage is not None:
         environment[STORAGE] = storage
     workers: list[subprocess.Popen[bytes]] = []
@@ -48,6 +51,10 @@ def worker_processes(
             workers.append(worker)
             stack.callback(_end, worker)
         yield workers
+        if timeout is not None:  # they end by themselves, with the trial they run
+            for worker in workers:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.wait(LONGEST)
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:

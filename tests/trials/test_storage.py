@@ -58,6 +58,8 @@ def test_passwords_are_hidden_wherever_they_stand() -> None:
     assert without_password("--storage postgresql://me:pass@host/x --run a") == "--storage postgresql://me:***@host/x --run a"
     assert without_password("sqlite:///a.db") == "sqlite:///a.db"
     assert without_password("x://u:p%40q:r@h") == "x://u:***@h"
+    assert without_password("x://u:p/a@ss@h/name") == "x://u:***@h/name"
+    assert without_password("postgresql://h/x?user=u&password=p&a=b") == "postgresql://h/x?user=u&password=***&a=b"
 
 
 def test_a_line_that_a_killed_process_left_unfinished_is_cut_off(tmp_path: Path) -> None:

@@ -173,6 +173,28 @@ def test_a_trial_that_always_fails_is_not_tried_for_ever(tmp_path: Path) -> None
         check_failures(study, 1)
 
 
+def test_fewer_trials_than_are_queued_end_earlier_and_more_go_on(tmp_path: Path) -> None:
+    study = begin("journal", tmp_path, count=9)
+    queue_trials(study, fake.question(), 4)
+    work(study, fake.objective(fake.question()))
+    assert sorted(t.user_attrs["slot"] for t in finished(study)) == [0, 1, 2, 3]
+    assert not wait_for_others(study, Reaper(study))
+    queue_trials(study, fake.question(), 9)
+    work(study, fake.objective(fake.question()))
+    check(study, 9)
+
+
+def test_draws_follow_the_slot_whatever_failed_before(tmp_path: Path) -> None:
+    plain, shifted = begin("journal", tmp_path / "a", count=6), begin("journal", tmp_path / "b", count=2)
+    work(shifted, fake.objective(fake.question()))
+    shifted.tell(shifted.ask().number, state=TrialState.FAIL)  # takes a number, is no trial of ours
+    queue_trials(shifted, fake.question(), 6)
+    for study in (plain, shifted):
+        work(study, fake.objective(fake.question()))
+    by_slot = [{t.user_attrs["slot"]: (t.params, t.values) for t in finished(study)} for study in (plain, shifted)]
+    assert by_slot[0] == by_slot[1]
+
+
 def test_no_trial_begins_after_the_deadline_and_a_later_run_goes_on(tmp_path: Path) -> None:
     study = begin("journal", tmp_path, count=30)
     work(study, fake.objective(fake.question(), 0.05), time.monotonic() + 0.5)
