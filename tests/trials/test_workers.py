@@ -71,13 +71,12 @@ def test_four_workers_lose_no_trial_and_run_none_twice(storage: str, tmp_path: P
 
 def test_a_killed_worker_loses_only_its_running_trial(storage: str, tmp_path: Path, start_worker: Start) -> None:
     study = begin(storage, tmp_path, count=10)
-    victim = start_worker(storage, 0.5)
+    victim = start_worker(storage, 2.5)
     ready(victim)
-    while (
-        not (running := study.get_trials(states=(TrialState.RUNNING,)))
-        or len(finished(study)) < 2
-        or not running[0].intermediate_values
-    ):
+    while True:  # killed after its first batch, when the second takes seconds
+        running = study.get_trials(states=(TrialState.RUNNING,))
+        if finished(study) and running and len(running[0].intermediate_values) == fake.SIZE:
+            break
         time.sleep(0.05)
     before = {t.number: t.values for t in finished(study)}
     os.kill(victim.pid, signal.SIGKILL)
