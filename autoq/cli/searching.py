@@ -106,7 +106,7 @@ def search(
     ] = None,
     front_: Annotated[
         bool, typer.Option("--front", help="Instead of one recipe: damage against memory; with --trials it is measured.")
-    ] = D.front,
+    ] = False,
     sides: Annotated[
         str, typer.Option(help="What --max-kl and --front make smaller without a budget: weights, cache, both.")
     ] = D.sides,
