@@ -27,12 +27,12 @@ from autoq.model.quantized import Assignment, DecodedWeights
 from autoq.model.text import sequences, text_sources
 from autoq.model.unit import Unit
 from autoq.search.baselines import fair_uniforms
-from autoq.search.problem import Option, make_problem
+from autoq.search.problem import Option, make_problem, recipe_hash
 from autoq.search.solver import solve, total_bits, total_damage
 from autoq.search.space import load_space
 from autoq.search.weak_spots import WeakSpots, measure_weak_spots
 from autoq.trials.objective import Objective, paired
-from autoq.trials.question import Question, Side, recipe_hash, start_recipes
+from autoq.trials.question import Question, Side, start_recipes
 from autoq.trials.storage import open_storage
 from autoq.trials.study import finished, open_study, queue_trials, work
 

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from autoq.recipe import read_recipe
+from autoq.report import trials as trials_report
+from autoq.search.space import load_space
 from tests.conftest import run_autoq
 
 ASKED = ("search", "--budget", "3.7bits", "--samples", "6", "--seq-len", "64", "--eval-samples", "6", "--eval-len", "64", "--correct", "2",
@@ -100,9 +102,11 @@ def test_the_same_question_again_measures_nothing_anew_and_more_trials_go_on(cop
     more = search(folder, "--trials", "14", "--resume", "--sampler", "random")
     assert more["trials"]["study"] == first["trials"]["study"]
     assert more["trials"]["measured"] == 14
-    other = search(folder, "--trials", "1", "--seed", "0", "--budget", "4bits")
+    other = search(folder, "--trials", "1", "--seed", "0", "--budget", "4.6bits")
     assert other["trials"]["study"] != first["trials"]["study"]
     assert other["trials"]["measured"] == 1
+    within = {f.name for f in load_space("default").weights if f.storage_bits((256, 256)) / 256**2 < 4.601}
+    assert {r["recipe"] for r in other["confirmed"][1:]} == {f"uniform {name}" for name in within}  # every one of no more bits
 
 
 def test_workers_share_a_study(copied: tuple[Path, dict[str, Any]]) -> None:
@@ -253,3 +257,52 @@ def test_a_front_of_weights_and_cache_is_measured_and_its_recipes_written(copied
     refused = run_autoq("front", "run", "--measure", "1.5", cwd=folder)
     assert refused.returncode == 2
     assert "1.5 bits for the weights cannot be met" in refused.stderr
+
+
+def test_the_tables_say_how_the_trials_ended_and_what_mattered(copied: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = copied
+    found = search(folder, "--trials", "16")
+    done = run_autoq(*ASKED, "--trials", "16", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    shown, report = " ".join(done.stdout.split()), found["trials"]
+    parameter, share = next(iter(report["importances"].items()))
+    for expected in (
+        f"16 trials on 12 windows, {report['stopped']} stopped early, {report['repeated']} with a recipe known already",
+        f"study {report['study']} in run/trials.journal",
+        "confirmed on untouched text",
+        f"{found['chosen']} is the result",
+        f"what mattered (PED-ANOVA): {parameter} {100 * share:.0f} %",
+        "run/trials.journal every trial; optuna-dashboard opens it",
+    ):
+        assert expected in shown, expected
+    pointed = run_autoq(*ASKED, cwd=folder)
+    assert "--budget 3.7bits --trials 60" in " ".join(pointed.stdout.split())
+    assert "confirmed on untouched text" not in pointed.stdout
+
+
+@pytest.mark.parametrize(
+    ("windows", "begins", "ends"),
+    [
+        ([0.30, 0.32, 0.28], "the exact solution is the result", "no trial and no uniform format measured less"),
+        ([0.10, 0.12, 0.08], "trial 7 is the result: 0.1 ± ", "nats less than the exact solution"),
+        ([0.10, 0.32, 0.08], "trial 7 is the result: 0.033 ± 0.067 nats", "which is within what chance explains"),
+    ],
+)
+def test_the_verdict_gives_the_difference_and_says_when_chance_explains_it(windows: list[float], begins: str, ends: str) -> None:
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from autoq.api.confirming import Candidate, Confirmed
+    from autoq.measure.divergence import Divergence
+
+    def measured(values: list[float]) -> Divergence:
+        kl = np.array(values)[:, None]
+        return Divergence(kl, kl > 0, kl, kl)
+
+    confirmed = Confirmed(
+        (Candidate("exact solution", {}, measured([0.2, 0.22, 0.18])), Candidate("trial 7", {}, measured(windows))), ()
+    )
+    verdict = trials_report.verdict(SimpleNamespace(confirmed=confirmed))  # type: ignore[arg-type]
+    assert verdict.startswith(begins)
+    assert verdict.endswith(ends)

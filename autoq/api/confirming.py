@@ -16,7 +16,7 @@ from autoq.search.baselines import Uniform, fair_uniforms
 from autoq.search.problem import Option, Problem, choice_of
 from autoq.search.solver import total_damage
 
-MOST_UNIFORMS = 5  # uniform recipes measured beside a result
+MOST_UNIFORMS = 5  # uniform recipes measured beside a result, the most promising ones; after trials on one side every one
 SOLUTION = "exact solution"
 
 
@@ -101,7 +101,8 @@ def confirm(
 def _measure_uniforms(
     plan: Plan, done: Profiled, table: DamageTable, yardstick: Yardstick, clock: Clock
 ) -> tuple[UniformResult, ...]:
-    chosen = fair_uniforms(plan.units, plan.candidates, table, done.profile.calibration, plan.budgets, plan.engine, MOST_UNIFORMS)
+    most = None if plan.config.trials and len(plan.sides()) == 1 else MOST_UNIFORMS  # of two sides there are some hundred pairs
+    chosen = fair_uniforms(plan.units, plan.candidates, table, done.profile.calibration, plan.budgets, plan.engine, most)
     found = []
     with clock.stage("measure", "measuring uniform formats") as progress:
         for i, uniform in enumerate(chosen):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autoq.model.unit import Unit
 from autoq.report.progress import Clock
 from autoq.search.corrections import measure_uniform
 from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Option
+from autoq.search.problem import Option, recipe_hash
 from autoq.search.weak_spots import Cells, measure_weak_spots
 
 
@@ -87,8 +88,20 @@ def _with_weak_spots(done: Profiled, table: DamageTable, factors: dict[str, floa
     plan, profile, units = done.plan, done.profile, done.plan.units
     sequences, windows = _sequences(done), _windows(done)
     plain, on_these = damage_table(profile, units), damage_table(profile.first(sequences), units)
-    yardsticks: list[Yardstick] = []
+    text = (sequences, windows.shape[1])
     fresh = 0
+
+    @cache
+    def yardstick() -> Yardstick:
+        return Yardstick(done.model, units, windows)
+
+    def once(known: dict[str, UniformKL], key: str, assignment: Assignment) -> float:
+        """Measure an assignment, or read what it measured on this text before."""
+        nonlocal fresh
+        if key not in known or known[key][1:] != text:
+            known[key] = UniformKL(yardstick().measure(assignment).mean_kl, *text)
+            fresh += 1
+        return known[key].kl
 
     def hardness(unit: Unit, fmt: str) -> float:
         """Damage of that column on the whole profile over that on these sequences."""
@@ -97,23 +110,13 @@ def _with_weak_spots(done: Profiled, table: DamageTable, factors: dict[str, floa
         return sum(plain[u][fmt] for u in of_kind) / here if here > 0 else 1.0
 
     def measure(unit: Unit, fmt: str) -> float:
-        nonlocal fresh
-        key = f"{unit.name}/{fmt}"
-        known = profile.cell_kl.get(key)
-        if known is None or known[1:] != (sequences, windows.shape[1]):
-            if not yardsticks:
-                yardsticks.append(Yardstick(done.model, units, windows))
-            alone: Any = {unit.name: weight_format(fmt) if unit.kind == "weight" else kv_format(fmt)}
-            weights, caches = (alone, {}) if unit.kind == "weight" else ({}, alone)
-            kl = yardsticks[0].measure(Assignment(weights, caches, profile.calibration)).mean_kl
-            known = profile.cell_kl[key] = UniformKL(kl, sequences, windows.shape[1])
-            fresh += 1
-        return known.kl * hardness(unit, fmt)
+        alone: Any = {unit.name: weight_format(fmt) if unit.kind == "weight" else kv_format(fmt)}
+        weights, caches = (alone, {}) if unit.kind == "weight" else ({}, alone)
+        assignment = Assignment(weights, caches, profile.calibration)
+        return once(profile.cell_kl, f"{unit.name}/{fmt}", assignment) * hardness(unit, fmt)
 
     def measure_recipe(choice: Mapping[str, Option]) -> float:
-        if not yardsticks:
-            yardsticks.append(Yardstick(done.model, units, windows))
-        return yardsticks[0].measure(assignment_of(units, dict(choice), profile.calibration)).mean_kl
+        return once(profile.recipe_kl, recipe_hash(choice), assignment_of(units, dict(choice), profile.calibration))
 
     def solved(damage: DamageTable) -> dict[str, Option]:
         return solve_for_engine(plan.problem(damage), units, plan.engine)

@@ -117,6 +117,8 @@ def described(run: Path) -> SearchConfig:
 def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     """Return the predicted fronts of a finished profile; no model weights are read.
 
+    Weak cells (below 3 bits) are priced as predicted here; `measure_front` and a search measure them.
+
     Args:
         budgets: bits per value to solve each side at.
     """

@@ -68,7 +68,7 @@ class Profile:
         statistics: cache unit -> of its values, to calibrate static scales and means.
         squared_norm: cache unit -> sum of squares behind its relative errors.
         uniform_kl: "kind/format" -> what that uniform format measured on the profile's text. cell_kl: "unit/format" -> the same of
-            that unit alone.
+            that unit alone; recipe_kl: recipe hash -> of that recipe.
         done: sequences scored.
     """
 
@@ -79,6 +79,7 @@ class Profile:
     squared_norm: dict[str, float] = field(default_factory=dict)
     uniform_kl: dict[str, UniformKL] = field(default_factory=dict)
     cell_kl: dict[str, UniformKL] = field(default_factory=dict)
+    recipe_kl: dict[str, UniformKL] = field(default_factory=dict)
     done: int = 0
 
     @property
@@ -123,6 +124,7 @@ class Profile:
             "squared_norm": self.squared_norm,
             "uniform_kl": self.uniform_kl,
             "cell_kl": self.cell_kl,
+            "recipe_kl": self.recipe_kl,
         }
         run.mkdir(parents=True, exist_ok=True)
         with replacing(run / FILE) as part:
@@ -161,6 +163,7 @@ class Profile:
             squared_norm={u: float(v) for u, v in meta["squared_norm"].items()},
             uniform_kl={key: UniformKL(*found) for key, found in meta["uniform_kl"].items()},
             cell_kl={key: UniformKL(*found) for key, found in meta.get("cell_kl", {}).items()},
+            recipe_kl={key: UniformKL(*found) for key, found in meta.get("recipe_kl", {}).items()},
             done=int(meta["done"]),
         )
         sequences = profile.fingerprint.sequences

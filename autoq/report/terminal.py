@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoq.api import SearchResult
 
 
-FEW_BITS, TRIALS = 4.25, 60  # where trials pay, and how many (benchmarks/trials.py)
+PAYS, TRIALS = (3.25, 4.75), 60  # bits between which trials gained, and how many (benchmarks/trials.py)
 
 
 class RichReporter:
@@ -142,7 +142,11 @@ def _next_steps(result: SearchResult) -> RenderableType:
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
         (f"{autoq} front {result.run}", "what other budgets would cost"),
         (" ".join(another.split()), "another budget, same profile"),
-        *([(" ".join(same.split()), "recipes nearby, measured")] if result.trials is None and 0 < totals.bits < FEW_BITS else []),
+        *(
+            [(" ".join(same.split()), "recipes nearby, measured")]
+            if result.trials is None and PAYS[0] < totals.bits < PAYS[1]
+            else []
+        ),
     ):
         steps.add_row(command, Text(what, style="dim"))
     return Group(Text("next", style="bold"), steps)

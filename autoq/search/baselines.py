@@ -48,9 +48,9 @@ class Uniform:
 
 def fair_uniforms(
     units: ModelUnits, candidates: Candidates, table: DamageTable, calibration: Mapping[str, Calibration], budgets: Budgets,
-    engine: Engine, most: int,
+    engine: Engine, most: int | None,
 ) -> list[Uniform]:  # fmt: skip
-    """Return the `most` promising uniform recipes that meet the budgets, by predicted damage; cache formats are the engine's."""
+    """Return the `most` promising uniform recipes (None: all) that meet the budgets, by predicted damage; cache formats are the engine's."""
     weights = _weight_formats(units, candidates) if budgets.search_weights else {ORIGINAL: {}}
     caches = _cache_formats(units, candidates, engine) if budgets.search_caches else {ORIGINAL: {}}
     if budgets.memory is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,6 +52,12 @@ def choice_of(problem: Problem, formats: Mapping[str, str]) -> dict[str, Option]
         by_format = {o.format: o for o in options}
         found[unit] = by_format.get(formats.get(unit, ""), options[0])
     return found
+
+
+def recipe_hash(choice: Mapping[str, Option]) -> str:
+    """Return 12 hex digits that name a recipe."""
+    lines = "\n".join(f"{unit} {option.format}" for unit, option in sorted(choice.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:12]
 
 
 def unit_options(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from optuna.trial import Trial
 
 from autoq.cost.engines import Engine
 from autoq.model.unit import ModelUnits
-from autoq.search.problem import Limit, Option, Problem, choice_of
+from autoq.search.problem import Limit, Option, Problem, choice_of, recipe_hash
 from autoq.search.solver import total_bits, total_damage
 from autoq.trials.multipliers import WIDTH, multiplier_groups, solve_multiplied
 
@@ -100,12 +99,6 @@ class Question:
                     bits = total_bits(choice, known.units)
                     found |= {kind: bits / known.values, size: -(-bits // 8)}
         return found
-
-
-def recipe_hash(choice: Choice) -> str:
-    """Return 12 hex digits that name a recipe."""
-    lines = "\n".join(f"{unit} {option.format}" for unit, option in sorted(choice.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()[:12]
 
 
 def start_recipes(problem: Problem, uniforms: Mapping[str, Mapping[str, str]], nearby: Mapping[str, Choice]) -> dict[str, Choice]:
