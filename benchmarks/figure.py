@@ -120,7 +120,8 @@ def trials_table(results: dict[str, Any]) -> str:
         )
     lines += ["", "| bits | damage solved with | cells measured alone | measured KL | less by |", "|---|---|---|---|---|"]
     for row in results["weak_spots"]:
-        less = "" if row["less_than_columns"] is None else f"{0.0 - row['less_than_columns']:+.3f} ± {row['error']:.3f}"
+        gain, error = row["less_than_columns"], row["error"]
+        less = "" if gain is None else "the same recipe" if gain == error == 0 else f"{-gain:+.3f} ± {error:.3f}"
         lines.append(
             f"| {row['budget']} | {row['damage']} | {row['cells_measured'] or ''} | {row['measured']:.3f} ± {row['stderr']:.3f} | {less} |"
         )

@@ -95,7 +95,7 @@ def measured_knees(points: Sequence[MeasuredPoint]) -> list[int]:
 
 def point_json(point: FrontPoint) -> dict[str, Any]:
     """Return a point of a front as the commands' --json print it."""
-    return {"bits": point.bits, "predicted_kl": point.predicted_kl, "formats": point.formats}
+    return {"bits": point.bits, "bytes": point.bytes, "predicted_kl": point.predicted_kl, "formats": point.formats}
 
 
 def described(run: Path) -> SearchConfig:

@@ -17,6 +17,7 @@ from autoq.api.plan import Plan, make_plan
 from autoq.api.profiling import Profiled, profile_plan
 from autoq.api.recording import make_recipe
 from autoq.api.shrinking import within_damage
+from autoq.api.trialling import TrialsReport, check_trials, run_trials
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
@@ -30,7 +31,6 @@ from autoq.search.problem import Option, Problem
 from autoq.search.solver import solve, total_bits, total_damage
 
 if TYPE_CHECKING:
-    from autoq.api.trialling import TrialsReport
     from autoq.api.validating import Validation
 
 
@@ -114,12 +114,7 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     with clock.stage("prepare", "reading the model's shapes"):
         plan = make_plan(config)
         if config.trials:
-            from autoq.trials.samplers import check_sampler
-            from autoq.trials.storage import open_storage
-
-            check_sampler(config.sampler)
-            if config.storage is not None:
-                open_storage(config.storage, plan.run.path)
+            check_trials(plan)
     done = profile_plan(plan, clock)
     profile, units = done.profile, plan.units
     with clock.stage("measure", "measuring the original") as progress:
@@ -141,8 +136,6 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
     candidates = {SOLUTION: choice}
     trials = None
     if config.trials:
-        from autoq.api.trialling import run_trials
-
         trials = run_trials(done, prices.table, clock)
         candidates |= trials.finalists
     confirmed = confirm(done, problem, prices.table, candidates, yardstick, clock)

@@ -15,6 +15,7 @@ from autoq.api.fronts import FrontResult, MeasuredPoint, described, predicted_fr
 from autoq.api.plan import Plan, make_plan
 from autoq.api.profiling import Profiled, profile_plan
 from autoq.api.recording import make_recipe
+from autoq.api.trialling import check_trials, run_trials
 from autoq.budget import Budget
 from autoq.config import SearchConfig
 from autoq.errors import UserError
@@ -23,7 +24,7 @@ from autoq.measure.estimate import predict
 from autoq.measure.profile import Profile
 from autoq.model.quantized import DecodedWeights
 from autoq.report.progress import Clock, Reporter, Silent
-from autoq.run_folder import write_atomically
+from autoq.run_folder import RunFolder, write_atomically
 from autoq.search.engine import solve_for_engine
 from autoq.search.problem import Option
 
@@ -45,7 +46,7 @@ def measure_front(
         weights, caches: bits per value; the other side stays in 16 bit.
     """
     known, made = described(run), Profile.load(run).fingerprint
-    description = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    description = RunFolder(run).description()
     try:
         measuring: dict[str, Any] = {
             name: int(description[name]) for name in ("eval_samples", "eval_len", "correct", "weak") if name in description
@@ -61,7 +62,7 @@ def measure_front(
     clock = Clock(reporter or Silent())
     done, yardstick, prices, floor = _prepared(config, clock)
     plan = done.plan
-    recipes: dict[str, dict[str, Option]] = {}
+    recipes: dict[str, tuple[dict[str, Option], Prices]] = {}
     for side, asked in (("weights", weights), ("cache", caches)):
         for bits in asked:
             budget = Budget(f"{bits:g}bits", bits, "bits")
@@ -72,10 +73,9 @@ def measure_front(
             except UserError as error:
                 raise UserError(f"{bits:g} bits for the {side} cannot be met: {error}") from error
             own = price(replace(done, plan=limited), floor, clock)  # at few bits the solution wants weak cells, which are measured
-            recipes[f"{side} {bits:g}bits"] = solve_for_engine(limited.problem(own.table), plan.units, plan.engine)
-    points = _measured(done, recipes, prices, yardstick, clock)
-    assert done.plan.config.context is not None
-    front = predicted_fronts(run, done.plan.units, done.plan.candidates, prices.table, done.plan.budgets.context, budgets)
+            recipes[f"{side} {bits:g}bits"] = solve_for_engine(limited.problem(own.table), plan.units, plan.engine), own
+    points = _measured(done, recipes, yardstick, clock)
+    front = predicted_fronts(run, plan.units, plan.candidates, prices.table, plan.budgets.context, budgets)
     return replace(front, measured=points)
 
 
@@ -92,10 +92,9 @@ def search_front(config: SearchConfig, reporter: Reporter | None = None) -> Fron
         lambda problem: solve_for_engine(problem, plan.units, plan.engine),
     )  # fmt: skip
     if config.trials:
-        from autoq.api.trialling import run_trials
-
         trials = run_trials(done, prices.table, clock)
-        points = _measured(done, _spread(trials.finalists), prices, yardstick, clock, run / FOLDER, floor)
+        recipes = {label: (choice, prices) for label, choice in _spread(trials.finalists).items()}
+        points = _measured(done, recipes, yardstick, clock, run / FOLDER, floor)
         front = replace(front, measured=points, trials=trials)
     write_atomically(run / FILE, json.dumps(front.to_json(), indent=1) + "\n")
     return front
@@ -105,9 +104,7 @@ def _prepared(config: SearchConfig, clock: Clock) -> tuple[Profiled, Yardstick, 
     with clock.stage("prepare", "reading the model's shapes"):
         plan: Plan = make_plan(config)
         if config.trials:
-            from autoq.trials.samplers import check_sampler
-
-            check_sampler(config.sampler, 1 + len(plan.sides()))
+            check_trials(plan, 1 + len(plan.sides()))
     done = profile_plan(plan, clock)
     with clock.stage("measure", "measuring the original") as progress:
         yardstick = Yardstick(done.model, plan.units, done.eval_ids)
@@ -126,8 +123,7 @@ def _spread(recipes: Mapping[str, dict[str, Option]]) -> dict[str, dict[str, Opt
 
 def _measured(
     done: Profiled,
-    recipes: Mapping[str, dict[str, Option]],
-    prices: Prices,
+    recipes: Mapping[str, tuple[dict[str, Option], Prices]],
     yardstick: Yardstick,
     clock: Clock,
     folder: Path | None = None,
@@ -137,14 +133,14 @@ def _measured(
     plan, decoded = done.plan, DecodedWeights.beside(done.model)
     found = []
     with clock.stage("measure", "measuring the front") as progress:
-        for i, (label, choice) in enumerate(recipes.items()):
+        for i, (label, (choice, _)) in enumerate(recipes.items()):
             progress(i, len(recipes))
             divergence = yardstick.measure(assignment_of(plan.units, choice, done.profile.calibration), decoded=decoded)
             found.append(Candidate(label, choice, divergence))
         progress(len(recipes), len(recipes))
     points = []
     for candidate in found:
-        formats = {u: o.format for u, o in candidate.choice.items()}
+        formats, prices = {u: o.format for u, o in candidate.choice.items()}, recipes[candidate.label][1]
         prediction = predict(done.profile, plan.units, formats, factors=prices.factors, cells=prices.cells)
         recipe = make_recipe(
             done, candidate.choice, prices.table, prediction, candidate.divergence, floor, Confirmed((candidate,), ())
@@ -165,14 +161,14 @@ def _measured(
         return tuple(point for point, _ in points)
     kept = [(p, r) for p, r in points if not any(_beats(q, p) for q, _ in points)]
     folder.mkdir(exist_ok=True)
-    for old in folder.glob("recipe-*.yaml"):
-        old.unlink()
-    written = []
+    before, written = set(folder.glob("recipe-*.yaml")), []
     for point, recipe in kept:
         kv = f"-kv{point.kv_bits:.3f}" if point.kv_bits < 16 else ""
         path = folder / f"recipe-{point.bits:.3f}bits{kv}-{point.label.replace(' ', '')}.yaml"
         recipe.write(path)
         written.append(replace(point, recipe=path))
+    for old in before - {point.recipe for point in written}:  # of an earlier front
+        old.unlink()
     return tuple(written)
 
 

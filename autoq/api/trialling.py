@@ -19,12 +19,19 @@ from autoq.measure.divergence import Yardstick
 from autoq.measure.estimate import DamageTable
 from autoq.model.quantized import DecodedWeights
 from autoq.report.progress import Clock
+from autoq.trials.importance import importances
+from autoq.trials.objective import Objective, paired
+from autoq.trials.question import Choice, Question
+from autoq.trials.samplers import check_sampler
+from autoq.trials.storage import JOURNAL, open_storage
+from autoq.trials.study import Reaper, check_failures, finished, open_study, queue_trials, wait_for_others, work
+from autoq.trials.workers import worker_processes
+from autoq.urls import without_password
 
 if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
-    from autoq.trials.question import Choice, Question
 
 FINALISTS = 3  # trials that are confirmed
 Say = Callable[[str], None]
@@ -57,12 +64,15 @@ class TrialsReport:
         return {name: getattr(self, name) for name in names}
 
 
+def check_trials(plan: Plan, objectives: int = 1) -> None:
+    """Raise UserError, before any weight is read, for a sampler or a storage that trials could not use."""
+    check_sampler(plan.config.sampler, objectives)
+    if plan.config.storage is not None:
+        open_storage(plan.config.storage, plan.run.path)
+
+
 def run_trials(done: Profiled, table: DamageTable, clock: Clock) -> TrialsReport:
     """Run the trials that the study lacks, and report on all of them."""
-    from autoq.trials.storage import open_storage
-    from autoq.trials.study import Reaper, check_failures, finished, open_study, queue_trials, wait_for_others, work
-    from autoq.trials.workers import worker_processes
-
     plan, config, run = done.plan, done.plan.config, done.run.path
     assert done.trial_ids is not None
     question = make_question(plan, table, done.profile)
@@ -116,8 +126,6 @@ def make_objective(
     question: Question, yardstick: Yardstick, plan: Plan, calibration: Any, seed: int, processes: int
 ) -> Callable[[Trial], Any]:
     """Return what a trial does with a loaded model."""
-    from autoq.trials.objective import Objective
-
     decoded = DecodedWeights.beside(yardstick.model, processes)
 
     def measure(choice: Choice, order: Sequence[int]) -> Iterator[dict[int, float]]:
@@ -136,8 +144,6 @@ def other_devices(first: str) -> list[str]:
 
 
 def _shown(storage: str | None, run: Path) -> str:
-    from autoq.trials.storage import JOURNAL
-    from autoq.urls import without_password
 
     return str(run / JOURNAL) if storage is None else without_password(storage)
 
@@ -153,7 +159,6 @@ class Teller:
 
     def look(self) -> int:
         """Look at the study; return the number of measured trials."""
-        from autoq.trials.study import finished
 
         for i, worker in enumerate(self.workers):
             if i not in self.ended and worker.poll() not in (None, 0):
@@ -171,9 +176,6 @@ class Teller:
 
 def report_trials(study: Study, question: Question, asked: int, windows: int, storage: str) -> TrialsReport:
     """Read a study: how its trials ended, the best ones, and what mattered."""
-    from autoq.trials.importance import importances
-    from autoq.trials.study import finished
-
     trials = finished(study)
     stopped = [t for t in trials if "stopped_after" in t.user_attrs]
     repeated = [t for t in trials if "same_as" in t.user_attrs]
@@ -194,8 +196,6 @@ def question_choice(question: Question, trial: FrozenTrial) -> Choice:
 
 def _best(trials: list[FrozenTrial], question: Question) -> tuple[dict[str, Any], dict[str, Choice]]:
     """Return the best trial in figures, and the recipes of the best few that are not the exact solution."""
-    from autoq.trials.objective import paired
-
     if question.traded or not trials:
         return {}, {}
     whole = [t for t in trials if "stopped_after" not in t.user_attrs and "same_as" not in t.user_attrs]

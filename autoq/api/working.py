@@ -15,6 +15,9 @@ from autoq.measure.divergence import Yardstick
 from autoq.measure.profile import Profile, model_fingerprint
 from autoq.model import load
 from autoq.report.progress import Clock, Reporter, Silent
+from autoq.trials.samplers import make_sampler
+from autoq.trials.storage import open_storage
+from autoq.trials.study import Reaper, load_study, work
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,6 @@ def worker(
 
     Raises UserError if the folder, the study and the model do not belong together.
     """
-    from autoq.trials.samplers import make_sampler
-    from autoq.trials.storage import open_storage
-    from autoq.trials.study import Reaper, load_study, work
 
     start, clock = time.monotonic(), Clock(reporter or Silent())
     asked = QuestionFile.read(question_path(run, study))

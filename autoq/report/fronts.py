@@ -33,18 +33,19 @@ def bar(damage: float, worst: float) -> str:
     return "█" * max(1, round(WIDTH * damage / worst)) if damage else ""
 
 
-def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str) -> RenderableType | None:
-    """Return the front around the chosen budget, or None where that side has none."""
+def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str, sizes: bool = False) -> RenderableType | None:
+    """Return the front around the chosen budget, with bytes if asked, or None where that side has none."""
     if not points:
         return None
-    table = table_of(f"front, {what}", "bits", "predicted KL", "")
+    table = table_of(f"front, {what}", "bits", *(["bytes"] if sizes else []), "predicted KL", "")
     worst = max(p.predicted_kl for p in points) or 1.0
     nearest = None if chosen is None else min(points, key=lambda p: abs(p.bits - chosen))
     bends = knees([p.bits for p in points], [p.predicted_kl for p in points])
     for i, point in enumerate(points):
         mark = " ◄ chosen" if point is nearest else KNEE if i in bends else ""
         style = "bold cyan" if point is nearest else ""
-        table.add_row(f"{point.bits:.3f}", nats(point.predicted_kl), bar(point.predicted_kl, worst) + mark, style=style)
+        stored = [size(point.bytes)] if sizes else []
+        table.add_row(f"{point.bits:.3f}", *stored, nats(point.predicted_kl), bar(point.predicted_kl, worst) + mark, style=style)
     return table
 
 
@@ -85,8 +86,8 @@ def measured_table(points: Sequence[MeasuredPoint]) -> RenderableType | None:
 def fronts(result: FrontResult) -> RenderableType:
     """Return what `autoq front` and `autoq search --front` print."""
     parts = [
-        front_table(result.weights, None, "bits per weight"),
-        front_table(result.kv, None, "bits per cached value"),
+        front_table(result.weights, None, "bits per weight", sizes=True),
+        front_table(result.kv, None, f"bits per cached value, and bytes at {result.context:,} tokens", sizes=True),
         total_table(result.total, result.context),
         measured_table(result.measured),
     ]

@@ -74,6 +74,8 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
     asked = recipe.budget
     many = "" if asked.batch == 1 else f"{asked.batch} x "
     lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value ({size(totals.kv_bytes)} at {many}{asked.context:,} tokens)")
+    if asked.max_kl is not None:
+        lines.add_row("asked", f"at most {asked.max_kl:g} nats per token, in the fewest bits")
     if asked.memory is not None:
         lines.add_row("together", f"{size(totals.weight_bytes + totals.kv_bytes)} of {asked.memory}; {_split(result)}")
     if result.free_kl is not None:

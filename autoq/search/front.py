@@ -17,9 +17,10 @@ KNEE = 0.03  # depth below a chord, of the range
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """Effective bits that the best recipe within a budget stores, and its predicted KL in nats per token."""
+    """What the best recipe within a budget stores, in effective bits and in bytes, and its predicted KL in nats per token."""
 
     bits: float
+    bytes: int
     predicted_kl: float
     formats: dict[str, int]
 
@@ -42,11 +43,12 @@ def sweep(problem: Problem, units: frozenset[str], values: int, budgets: list[fl
             choice = solver(replace(problem, options=options, limits=(limit,)))
         except UserError:  # an engine's limits leave nothing there
             continue
-        bits = total_bits(choice, units) / values
+        stored = total_bits(choice, units)
         formats: dict[str, int] = {}
         for option in choice.values():
             formats[option.format] = formats.get(option.format, 0) + 1
-        points[bits] = FrontPoint(bits, total_damage(choice), dict(sorted(formats.items())))
+        bits = stored / values
+        points[bits] = FrontPoint(bits, -(-stored // 8), total_damage(choice), dict(sorted(formats.items())))
     return list(points.values())
 
 
