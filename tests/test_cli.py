@@ -271,7 +271,7 @@ def test_every_command_in_the_readme_is_one_that_autoq_takes() -> None:
 
     group: Any = typer.main.get_command(cli.app)
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    lines = re.findall(r"^\$ autoq (.+)$|^autoq ((?:search|front|show) .+?)  ", readme, flags=re.M)
+    lines = re.findall(r"^\$ autoq (.+)$|^(?:\.venv/bin/)?autoq ((?:search|front|show) .+?)  ", readme, flags=re.M)
     commands = [a or b for a, b in lines]
     assert len(commands) >= 6
     for line in commands:

@@ -140,12 +140,12 @@ def _next_steps(result: SearchResult) -> RenderableType:
     steps = Table.grid(padding=(0, 2))
     steps.add_column(no_wrap=True)
     for command, what in (
-        (f"{autoq} validate {result.recipe_path}", "check it on packed bytes"),
+        (f"{autoq} validate {result.recipe_path}", "check on packed bytes"),
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
-        (f"{autoq} front {result.run}", "what other budgets would cost"),
-        (" ".join(another.split()), "another budget, same profile"),
+        (f"{autoq} front {result.run}", "other budgets' cost"),
+        (" ".join(another.split()), "another budget"),
         *(
-            [(" ".join(same.split()), "recipes nearby, measured")]
+            [(" ".join(same.split()), "measure recipes nearby")]
             if result.trials is None and PAYS[0] < totals.bits < PAYS[1]
             else []
         ),
