@@ -253,7 +253,14 @@ def test_a_front_of_weights_and_cache_is_measured_and_its_recipes_written(copied
     assert found["total"]
     shown = run_autoq("front", "run", "--measure", "3.5,4.5", "--measure-kv", "4", cwd=folder)
     assert shown.returncode == 0, shown.stderr
-    for expected in ("◆ knee", "bytes at 1,024 tokens", "weights and cache of", "measured on untouched text", "weights 4.5bits", "cache 4bits"):
+    for expected in (
+        "◆ knee",
+        "bytes at 1,024 tokens",
+        "weights and cache of",
+        "measured on untouched text",
+        "weights 4.5bits",
+        "cache 4bits",
+    ):
         assert expected in shown.stdout
     refused = run_autoq("front", "run", "--measure", "1.5", cwd=folder)
     assert refused.returncode == 2
