@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoq.errors import UserError, unknown
 from autoq.formats.catalog import WEIGHT_FORMATS
-from autoq.formats.format import FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
+from autoq.formats.format import E2M1, E2M3, E3M2, E4M3, E5M2, FloatElement, Format, IntElement, KVFormat, ScaleRule, ScaleType
 
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -149,7 +149,7 @@ def _element(name: str, text: str) -> FloatElement | IntElement | None:
     found = re.match(r"^INT([2-8])( asym)?$", text)
     if found:
         return IntElement(int(found.group(1)), found.group(2) is not None)
-    known = {f.element.name: f.element for f in WEIGHT_FORMATS.values() if isinstance(f.element, FloatElement)}
+    known = {element.name: element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
     if text not in known:
         raise unknown(f"element of format {name}:", text, [*known, "INT4", "INT4 asym", "BF16"])
     return known[text]

@@ -177,18 +177,29 @@ def encode_blocks_kernel(
 @triton.jit
 def encode_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, tensor_ptr, rows, width, stride_row, stride_col,
-    SCALE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    MIN_NORMAL: tl.constexpr, LARGEST: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE: tl.constexpr, RULE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    MIN_NORMAL: tl.constexpr, LARGEST: tl.constexpr, LOW: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Encode x [rows, width] in 8 bits with one scale a row (or the tensor's alone, SCALE "none")."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     absmax = tl.zeros((ROWS,), tl.float32)
+    largest = tl.zeros((ROWS,), tl.float32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         mask = (row[:, None] < rows) & (column[None, :] < width)
         offset = row[:, None].to(tl.int64) * stride_row + column[None, :].to(tl.int64) * stride_col
-        absmax = tl.maximum(absmax, tl.max(tl.abs(to_float32(tl.load(x_ptr + offset, mask=mask, other=0.0))), axis=1))
-    scale = tl.div_rn(absmax, tl.full((ROWS,), LARGEST, tl.float32))
+        x = to_float32(tl.load(x_ptr + offset, mask=mask, other=0.0))
+        here = tl.max(tl.abs(x), axis=1)
+        if RULE == "full_range":  # the first value of largest magnitude, with its sign
+            first = tl.min(tl.where(tl.abs(x) == here[:, None], column[None, :], start + COLUMNS), axis=1)
+            signed = tl.sum(tl.where(column[None, :] == first[:, None], x, 0.0), axis=1)
+            largest = tl.where(here > absmax, signed, largest)
+        absmax = tl.maximum(absmax, here)
+    if RULE == "full_range":
+        scale = tl.div_rn(largest, tl.full((ROWS,), LOW, tl.float32))
+    else:
+        scale = tl.div_rn(absmax, tl.full((ROWS,), STEPS, tl.float32))
     if SCALE == "none":
         used = tl.zeros((ROWS,), tl.float32) + tl.load(tensor_ptr)
     elif SCALE == "fp16":
@@ -257,13 +268,14 @@ def encode(fmt: Format, x: torch.Tensor, absmax: torch.Tensor | None = None) -> 
     codes = torch.empty(rows, fmt.row_code_bytes(width), dtype=torch.uint8, device=x.device)
     constants = element_constants(fmt.element)
     low = float(fmt.element.low) if isinstance(fmt.element, IntElement) else 0.0
+    half = 0.5 if fmt.rule == "half_step" else 0.0
     if fmt.block is None:
         scales = torch.empty(rows, 1, dtype=SCALE_TYPES.get(fmt.scale, torch.float32), device=x.device)
         columns = min(triton.next_power_of_2(max(width, 1)), values)
         taken = max(1, min(triton.next_power_of_2(max(rows, 1)), values // columns))
         encode_rows_kernel[(triton.cdiv(rows, taken),)](
             x, codes, scales, x if tensor is None else tensor, rows, width, x.stride(0), x.stride(1),
-            SCALE=fmt.scale, LOW=low, ROWS=taken, COLUMNS=columns, enable_fp_fusion=False, **constants,
+            SCALE=fmt.scale, RULE=fmt.rule, LOW=low, STEPS=constants["LARGEST"] + half, ROWS=taken, COLUMNS=columns, enable_fp_fusion=False, **constants,
         )  # fmt: skip
         block = torch.ones_like(scales) if fmt.scale == "none" else scales
         return Packed(fmt, (rows, width), codes, Scales(block, None, tensor), None)
@@ -275,7 +287,6 @@ def encode(fmt: Format, x: torch.Tensor, absmax: torch.Tensor | None = None) -> 
     padded = triton.next_power_of_2(fmt.block)
     taken_blocks = min(triton.next_power_of_2(blocks), max(1, values // padded))
     taken = max(1, min(triton.next_power_of_2(max(rows, 1)), values // (taken_blocks * padded)))
-    half = 0.5 if fmt.rule == "half_step" else 0.0
     group = WHOLE_BYTES.get(bits, 0)
     if padded != fmt.block or group == 0 or fmt.block % group:
         group = 0

@@ -46,19 +46,20 @@ _MODELOPT = frozenset({"fp8", "nvfp4", "int4_g128", "fp8_w8a8", "nvfp4_w4a4", "i
 ENGINES: dict[str, Engine] = {
     "none": Engine("none", None, "free"),
     "transformers": Engine("transformers", None, "free"),
-    "vllm": Engine("vllm", frozenset({"fp8", "fp8_cast", "nvfp4", "int8_head"}), "one and skipped", _COMPRESSED_TENSORS, 16),
-    "sglang": Engine("sglang", frozenset({"fp8", "fp8_cast", "nvfp4_cast"}), "one", _COMPRESSED_TENSORS),
+    "vllm": Engine("vllm", frozenset({"fp8", "fp8_cast", "fp8_e5m2", "nvfp4", "int8_head"}), "one and skipped", _COMPRESSED_TENSORS, 16),
+    "sglang": Engine("sglang", frozenset({"fp8", "fp8_cast", "fp8_e5m2", "nvfp4_cast"}), "one", _COMPRESSED_TENSORS),
     "tensorrt-llm": Engine("tensorrt-llm", frozenset({"fp8", "nvfp4"}), "one", _MODELOPT, 32),
-    "llama.cpp": Engine("llama.cpp", frozenset({"q8_0", "q4_0"}), "two", frozenset(), 256, 32),
+    "llama.cpp": Engine("llama.cpp", frozenset({"q8_0", "q4_0"}), "two", frozenset({"q8_0", "q5_0", "q4_0", "mxfp4"}), 256, 32),
 }
+
+
+def stored(fmt: Format) -> tuple[object, ...]:
+    """Return what is stored of a format: how its scales are picked does not matter to who reads it."""
+    return fmt.element, fmt.block, fmt.scale, fmt.tensor_scale, stored(fmt.activation) if fmt.activation else None
 
 
 def loads(engine: Engine, fmt: Format, known: Mapping[str, Format]) -> bool:
     """True if the engine loads weights in this format: one of its own, or one that is stored as one of them is."""
-
-    def stored(one: Format) -> tuple[object, ...]:
-        return one.element, one.block, one.scale, one.tensor_scale, one.activation.name if one.activation else None
-
     return engine.weights is None or stored(fmt) in {stored(known[name]) for name in engine.weights}
 
 

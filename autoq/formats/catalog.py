@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoq.errors import UserError, unknown
-from autoq.formats.format import E2M1, E2M3, E3M2, E4M3, Format, IntElement, KVFormat
+from autoq.formats.format import E2M1, E2M3, E3M2, E4M3, E5M2, Format, IntElement, KVFormat
 
-_INT8, _INT4 = IntElement(8), IntElement(4)
+_INT8, _INT5, _INT4 = IntElement(8), IntElement(5), IntElement(4)
 _INT8A, _INT4A, _INT3A, _INT2A = (IntElement(n, asymmetric=True) for n in (8, 4, 3, 2))
 
 _FP8 = Format("fp8", E4M3, None, "fp32")
 _INT8_ROW = Format("int8", _INT8, None, "fp16")
+_INT8_HALF = replace(_INT8_ROW, name="int8_half", rule="half_step")
 _MXFP8 = Format("mxfp8", E4M3, 32, "e8m0", "floor")
+_MXFP8_EVEN = replace(_MXFP8, name="mxfp8_even", rule="even")
 _MXFP4 = Format("mxfp4", E2M1, 32, "e8m0", "floor")
 _NVFP4 = Format("nvfp4", E2M1, 16, "e4m3", tensor_scale=True)
 _INT4_G128 = Format("int4_g128", _INT4, 128, "fp16")
@@ -25,14 +27,22 @@ _WEIGHTS = [
     Format("bf16", None),
     _FP8,
     _INT8_ROW,
+    _INT8_HALF,
+    replace(_INT8_ROW, name="int8_full", rule="full_range"),
+    Format("int8_g64_asym", _INT8A, 64, "fp16", "minmax"),
+    Format("q8_0", _INT8, 32, "fp16"),  # llama.cpp's, as q5_0 and q4_0 below
     _MXFP8,
+    _MXFP8_EVEN,
     Format("mxfp6_e2m3", E2M3, 32, "e8m0", "floor"),
     Format("mxfp6_e3m2", E3M2, 32, "e8m0", "floor"),
+    Format("q5_0", _INT5, 32, "fp16", "full_range"),
     _INT4_G32_ASYM,
     replace(_INT4_G32_ASYM, name="int4_g32_asym_lsq", rule="least_squares"),
     _NVFP4,
     replace(_NVFP4, name="nvfp4_4over6", rule="4over6", tensor_range=256.0),
     replace(_NVFP4, name="nvfp4_lsq", rule="least_squares"),
+    Format("q4_0", _INT4, 32, "fp16", "full_range"),
+    Format("int4_g64_asym", _INT4A, 64, "fp16", "minmax"),
     _MXFP4,
     replace(_MXFP4, name="mxfp4_ceil", rule="ceil"),
     replace(_MXFP4, name="mxfp4_even", rule="even"),
@@ -51,7 +61,9 @@ _WEIGHTS = [
     replace(_INT2_G32_ASYM, name="int2_g32_asym_lsq", rule="least_squares"),
     replace(_FP8, name="fp8_w8a8", activation=_FP8),
     replace(_INT8_ROW, name="int8_w8a8", activation=_INT8_ROW),
+    replace(_INT8_HALF, name="int8_w8a8_half", activation=_INT8_HALF),
     replace(_MXFP8, name="mxfp8_w8a8", activation=_MXFP8),
+    replace(_MXFP8_EVEN, name="mxfp8_w8a8_even", activation=_MXFP8_EVEN),
     replace(_NVFP4, name="nvfp4_w4a4", activation=_NVFP4),
 ]
 
@@ -72,6 +84,7 @@ _KV = [
     KVFormat("fp8", _STATIC_FP8, calibration="absmax"),
     KVFormat("fp8_affine", _STATIC_FP8, calibration="absmax", center=True),
     KVFormat("fp8_cast", _STATIC_FP8, calibration=448.0),
+    KVFormat("fp8_e5m2", Format("fp8_e5m2", E5M2, None, "none"), calibration=57344.0),
     _token(8),
     _channel(8),
     KVFormat("int8_head", Format("int8_row", _INT8, None, "fp32")),  # vLLM's int8_per_token_head

@@ -1,0 +1,64 @@
+"""llm-compressor: a recipe for `oneshot`.
+
+Source: `llmcompressor.modifiers.quantization` of 0.14. kv_cache_scheme holds for every layer: a group that targets some attention
+modules makes transformers call a hooked attention on all of them, and those without a scheme fail (compressed-tensors 0.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autoq.errors import UserError
+from autoq.export import quantization_args as args
+from autoq.export.consumer import Consumer, Found
+from autoq.export.documents import parse, to_yaml
+from autoq.export.subject import Subject
+
+
+def write(subject: Subject) -> dict[str, str]:
+    """Return recipe.yaml."""
+    return {"recipe.yaml": to_yaml(document(subject))}
+
+
+def document(subject: Subject) -> dict[str, Any]:
+    """Return the recipe's data."""
+    modifier: dict[str, Any] = {"ignore": args.ignored(subject), "config_groups": args.groups(subject, with_packing=False)}
+    if (scheme := args.cache_scheme(subject)) is not None:
+        modifier["kv_cache_scheme"] = scheme
+    return {"autoq_stage": {"autoq_modifiers": {"QuantizationModifier": modifier}}}
+
+
+def read(files: Mapping[str, str], subject: Subject) -> Found:
+    """Resolve a recipe on the modules of a model."""
+    name = next(iter(files))
+    found = list(_modifiers(parse(name, files[name])))
+    if len(found) != 1:
+        raise UserError(f"{name!r} must hold one QuantizationModifier or GPTQModifier with config_groups, and holds {len(found)}")
+    return args.resolve(found[0], subject)
+
+
+def _modifiers(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = []
+    for key, value in data.items():
+        if key in ("QuantizationModifier", "GPTQModifier") and isinstance(value, Mapping) and "config_groups" in value:
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += _modifiers(value)
+    return found
+
+
+CONSUMER = Consumer(
+    "llm-compressor",
+    "a recipe for `oneshot`, which saves a checkpoint that vLLM, SGLang and transformers load",
+    tuple(args.SCHEMES),
+    tuple(args.CACHES),
+    "one",
+    write,
+    read,
+    refuses=args.refuses,
+    notes=(
+        "fp8 caches are calibrated by llm-compressor, on the dataset that you give `oneshot`",
+        "nvfp4 weights of q, k, v (and of gate, up) share one tensor scale in llm-compressor",
+    ),
+)

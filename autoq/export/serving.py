@@ -1,0 +1,100 @@
+"""Engines: the recipe that makes their checkpoint, and the flags and files that serve it with the recipe's cache.
+
+Sources: vLLM `--kv-cache-dtype`, `--kv-cache-dtype-skip-layers` and `--config`; SGLang `--kv-cache-dtype`; TensorRT-LLM `trtllm-serve
+--config` with `kv_cache_config`.
+"""
+
+from __future__ import annotations
+
+from autoq.cost.engines import ENGINES, loads
+from autoq.export import hf_quant_config, llm_compressor, modelopt, quantization_args
+from autoq.export.consumer import Consumer
+from autoq.export.documents import to_json, to_yaml
+from autoq.export.subject import Subject
+from autoq.formats.catalog import WEIGHT_FORMATS
+
+VLLM_CACHES = {
+    "fp8": "fp8", "fp8_cast": "fp8", "fp8_e5m2": "fp8_e5m2", "nvfp4": "nvfp4", "int8_head": "int8_per_token_head",
+}  # fmt: skip
+SGLANG_CACHES = {"fp8": "fp8_e4m3", "fp8_cast": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "nvfp4_cast": "fp4_e2m1"}
+TENSORRT_CACHES = {"fp8": "fp8", "nvfp4": "nvfp4"}
+_MAKE = "# 1. Make the checkpoint: llm-compressor's `oneshot(model=..., recipe=\"recipe.yaml\", output_dir=...)`.\n"
+
+
+def cache_name(subject: Subject) -> str | None:
+    """Return the one cache format of the subject, or None where all layers stay in 16 bit."""
+    names = {a.key.name for a in subject.attentions if not a.is_original}
+    return next(iter(names)) if names else None
+
+
+def vllm_settings(subject: Subject) -> dict[str, object]:
+    """Return what `vllm serve --config` takes: the cache's dtype, and the layers that stay in 16 bit."""
+    name = cache_name(subject)
+    if name is None:
+        return {}
+    skipped = [str(a.layer) for a in subject.attentions if a.is_original]
+    return {"kv-cache-dtype": VLLM_CACHES[name]} | ({"kv-cache-dtype-skip-layers": skipped} if skipped else {})
+
+
+def _vllm(subject: Subject) -> dict[str, str]:
+    settings = vllm_settings(subject)
+    files = {
+        "recipe.yaml": to_yaml(llm_compressor.document(subject)),
+        "serve.sh": f'#!/bin/sh\n{_MAKE}# 2. Serve it: sh serve.sh CHECKPOINT\nexec vllm serve "$1"{" --config config.yaml" if settings else ""}\n',
+    }
+    return files | ({"config.yaml": to_yaml(settings)} if settings else {})
+
+
+def _sglang(subject: Subject) -> dict[str, str]:
+    name = cache_name(subject)
+    flags = f" --kv-cache-dtype {SGLANG_CACHES[name]}" if name else ""
+    text = f'#!/bin/sh\n{_MAKE}# 2. Serve it: sh serve.sh CHECKPOINT\nexec python3 -m sglang.launch_server --model-path "$1"{flags}\n'
+    return {"recipe.yaml": to_yaml(llm_compressor.document(subject)), "serve.sh": text}
+
+
+def _tensorrt_llm(subject: Subject) -> dict[str, str]:
+    name = cache_name(subject)
+    files = modelopt.write(subject)
+    engine = hf_quant_config.document(subject)
+    config = {"kv_cache_config": {"dtype": TENSORRT_CACHES[name]}} if name else {}
+    make = "# 1. Quantize with ModelOpt: `mtq.quantize(model, load_recipe(\"recipe.yaml\").quantize, forward_loop)`, `export_hf_checkpoint`.\n"  # fmt: skip
+    serve = f'#!/bin/sh\n{make}# 2. Serve it: sh serve.sh CHECKPOINT\nexec trtllm-serve "$1"{" --config config.yaml" if name else ""}\n'
+    files |= {"serve.sh": serve} | ({"config.yaml": to_yaml(config)} if config else {})
+    return files | ({"hf_quant_config.json": to_json(engine)} if engine else {})
+
+
+def _loaded(engine: str, names: dict[str, object]) -> tuple[str, ...]:
+    return tuple(n for n in names if loads(ENGINES[engine], WEIGHT_FORMATS[n], WEIGHT_FORMATS))
+
+
+_SCHEMES: dict[str, object] = dict(quantization_args.SCHEMES)
+_SHARED = "fp8 caches with calibrated scales take them from the checkpoint; fp8_cast has none"
+VLLM = Consumer(
+    "vllm",
+    "llm-compressor's recipe for the checkpoint, and what `vllm serve` needs",
+    _loaded("vllm", _SCHEMES),
+    tuple(VLLM_CACHES),
+    "one and skipped",
+    _vllm,
+    refuses=quantization_args.refuses,
+    notes=(_SHARED,),
+)
+SGLANG = Consumer(
+    "sglang",
+    "llm-compressor's recipe for the checkpoint, and the launch command",
+    _loaded("sglang", _SCHEMES),
+    tuple(SGLANG_CACHES),
+    "one",
+    _sglang,
+    refuses=quantization_args.refuses,
+    notes=(_SHARED, "not run here: SGLang needs a GPU"),
+)
+TENSORRT_LLM = Consumer(
+    "tensorrt-llm",
+    "ModelOpt's recipe for the checkpoint, hf_quant_config.json, and the serving command",
+    _loaded("tensorrt-llm", dict(hf_quant_config.ALGORITHMS)),
+    tuple(TENSORRT_CACHES),
+    "one",
+    _tensorrt_llm,
+    notes=("not run here: TensorRT-LLM needs a GPU",),
+)
