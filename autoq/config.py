@@ -22,7 +22,7 @@ class SearchConfig:
         budget, kv_budget: what weights and cache may take; a side without a budget keeps 16 bit.
         memory: what all weights, embeddings too, and the cache may take together.
         target: the device that is to run the recipe; formats it cannot run are left out. engine: what is to serve it, which limits
-            how cache formats may be mixed.
+            how cache formats may be mixed. consumer: the tool that is to make the checkpoint: only formats and rounding that it computes.
         space: a bundled search space or a YAML file.
         calib, eval: text to profile and to measure on; None is the Python standard library's documentation.
         samples, seq_len: sequences to profile and their length in tokens.
@@ -47,6 +47,7 @@ class SearchConfig:
     memory: str | None = None
     target: str = "any"
     engine: str = "none"
+    consumer: str = "none"
     space: str = "default"
     calib: str | None = None
     eval: str | None = None

@@ -33,7 +33,7 @@ class WeightEntry(Strict):
     layer: Count | None
     bits: NotNegative = Field(description="effective bits per value")
     numel: Count
-    predicted_kl: NotNegative = Field(description="nats per token")
+    predicted_kl: NotNegative | None = Field(description="nats per token; null where it was not profiled")
     tensors: tuple[str, ...]
 
 
@@ -42,7 +42,7 @@ class CacheEntry(Strict):
 
     format: str
     bits: NotNegative
-    predicted_kl: NotNegative
+    predicted_kl: NotNegative | None
     absmax: NotNegative = Field(description="largest magnitude in the profile's text; calibrates static scales")
     absmax_centered: NotNegative | None = Field(default=None, description="the same less the mean, where a format is around it")
     absmax_rotated: NotNegative | None = Field(default=None, description="the same of rotated values, where a format rotates them")
@@ -79,6 +79,7 @@ class BudgetEntry(Strict):
     context: Count = Field(description="tokens at which the cache is priced")
     batch: int = Field(default=1, ge=1, lt=2**31, description="sequences for which the cache is priced")
     engine: str = Field(default="none", description="serving engine whose limits the recipe keeps")
+    consumer: str = Field(default="none", description="tool that computes every format")
     target: str = Field(default="any", description="device that can run every format")
     max_kl: float | None = Field(default=None, description="damage in nats per token within which the smallest recipe was wanted")
 
@@ -91,6 +92,7 @@ class BudgetEntry(Strict):
         if self.kv is not None or self.memory is not None:
             found += [f"--context {self.context}", f"--batch {self.batch}"]
         found += [f"--engine {self.engine}"] if self.engine != "none" else []
+        found += [f"--consumer {self.consumer}"] if self.consumer != "none" else []
         return found + ([f"--target {self.target}"] if self.target != "any" else [])
 
 
@@ -198,7 +200,7 @@ class Recipe(Strict):
     model: ModelEntry
     budget: BudgetEntry
     totals: TotalsEntry
-    predicted: PredictedEntry
+    predicted: PredictedEntry | None = Field(description="null for a recipe that was imported")
     measured: MeasuredEntry | None
     validation: ValidationEntry | None = None
     formats: dict[str, FormatEntry]

@@ -14,6 +14,7 @@ LAYERS = [
     {"recipe", "recipe_schema"},
     {"model"},
     {"cost"},
+    {"export"},
     {"measure"},
     {"search"},
     {"trials"},

@@ -1,12 +1,15 @@
-"""The verbs: search, worker, profile, front, show, memory, validate, retrieval. The command line and notebooks call these and nothing below."""
+"""The verbs: search, worker, profile, front, show, memory, validate, retrieval, export, import, check. The command line and notebooks call these and nothing below."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from autoq.api.applying import assignment_of, check_names, quantized, recipe_assignment
+from autoq.api.checking import Checked, check
 from autoq.api.confirming import UniformResult
+from autoq.api.exporting import ExportReport, export, export_all
 from autoq.api.fronts import FrontResult, MeasuredPoint, front
+from autoq.api.importing import Imported, import_recipe
 from autoq.api.plan import Plan, make_plan
 from autoq.api.pricing import memory
 from autoq.api.profiling import Profiled, profile
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
     from autoq.api.validating import Validation, validate
 
 __all__ = [
+    "Checked",
+    "ExportReport",
     "FrontResult",
+    "Imported",
     "MeasuredPoint",
     "Plan",
     "Profiled",
@@ -30,9 +36,13 @@ __all__ = [
     "Validation",
     "Worked",
     "assignment_of",
+    "check",
     "check_names",
+    "export",
+    "export_all",
     "find_recipe",
     "front",
+    "import_recipe",
     "make_plan",
     "measure_front",
     "memory",

@@ -78,13 +78,17 @@ def units_for(recipe: recipes.Recipe, model: PreTrainedModel) -> ModelUnits:
 
 
 @contextmanager
-def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str) -> Iterator[PreTrainedModel]:
+def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str, caches: bool = True) -> Iterator[PreTrainedModel]:
     """Run the block with a recipe's weights, keys and values in place of the model's own; everything is back afterwards.
+
+    Args:
+        caches: round K and V where attention reads them; not wanted with a `QuantizedKVCache`, which holds them packed.
 
     Raises UserError if the recipe names what the model does not have, or was made for a model with other weights.
     """
     loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
     check_model(loaded, model)
     units = units_for(loaded, model)
-    with apply_assignment(model, units, recipe_assignment(loaded, units)) as changed:
+    assignment = recipe_assignment(loaded, units)
+    with apply_assignment(model, units, assignment if caches else Assignment(assignment.weights)) as changed:
         yield changed

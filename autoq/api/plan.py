@@ -11,6 +11,8 @@ from autoq.cost.engines import Engine, engine_of, loads
 from autoq.cost.kv_memory import cache_values, context_of
 from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
+from autoq.export.consumers import consumer_of
+from autoq.export.limits import computed, serving
 from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
 from autoq.formats.format import KVFormat
 from autoq.measure.damage import Candidates, cache_refusal, weight_refusal
@@ -64,12 +66,15 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
 
     Raises UserError for an unknown name, an impossible budget, or a model that is no causal language model.
     """
-    for option in ("budget", "kv_budget", "memory", "calib", "eval", "space", "model"):
+    for option in ("budget", "kv_budget", "memory", "calib", "eval", "space", "model", "consumer"):
         if getattr(config, option) == "":
             raise UserError(f"--{option.replace('_', '-')} is empty: give a value, or leave the option out")
     asked = _budgets(config, budgets_needed)
-    engine = engine_of(config.engine)
-    candidates, removed = runnable(with_engine(load_space(config.space), engine), target_of(config.target))
+    engine, space = engine_of(config.engine), load_space(config.space)
+    if config.consumer != "none":
+        consumer = consumer_of(config.consumer)
+        engine, space = serving(consumer, engine), replace(space, weights=computed(consumer, space.weights))
+    candidates, removed = runnable(with_engine(space, engine), target_of(config.target))
     if asked.search_weights and not candidates.weights:
         option = "--budget" if asked.weights else "--memory"
         raise UserError(f"{option} needs weight formats, but {_left_of(config)} has none")
@@ -92,7 +97,7 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     run = open_run(config.run, config.resume, source.short_name)
     if engine.head_dim_multiple > 1 and (odd := {u.head_dim for u in units.caches if u.head_dim % engine.head_dim_multiple}):
         raise UserError(
-            f"--engine {engine.name} needs a head_dim that is a multiple of {engine.head_dim_multiple}, and this model's is {max(odd)}"
+            f"{engine.option} {engine.name} needs a head_dim that is a multiple of {engine.head_dim_multiple}, and this model's is {max(odd)}"
         )
     budgets = replace(asked, context=context_of(text_config, config.context), page=engine.page)
     plan = Plan(replace(config, device=device), source, model_config, units, candidates, budgets, engine, run, (*removed, *notes))
@@ -105,6 +110,7 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
 def _left_of(config: SearchConfig) -> str:
     parts = [f"--target {config.target}"] if config.target != "any" else []
     parts += [f"--engine {config.engine}"] if config.engine != "none" else []
+    parts += [f"--consumer {config.consumer}"] if config.consumer != "none" else []
     return (
         f"what {' and '.join(parts)} can run of the search space {config.space!r}"
         if parts
@@ -139,12 +145,14 @@ def _budgets(config: SearchConfig, needed: bool) -> Budgets:
 def with_engine(candidates: Candidates, engine: Engine) -> Candidates:
     """Leave out weights that the engine does not load, and add the cache formats it serves.
 
-    The space's own cache formats stay, to say what the engine costs.
+    The space's own cache formats stay, to say what the engine's way of mixing costs.
     """
     candidates = replace(candidates, weights=tuple(f for f in candidates.weights if loads(engine, f, WEIGHT_FORMATS)))
     if engine.kv_formats is None or not candidates.keys:
         return candidates
     served = tuple(kv_format(name) for name in sorted(engine.kv_formats))
+    if engine.mixing == "free":
+        return replace(candidates, keys=served, values=served)
     return replace(
         candidates,
         keys=tuple(dict.fromkeys((*candidates.keys, *served))),

@@ -51,7 +51,7 @@ class QuestionFile:
         return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()[:16]
 
     def _content(self) -> dict[str, Any]:
-        asked = ("target", "engine", "include", "front")
+        asked = ("target", "engine", "consumer", "include", "front")
         kinds = ("weights", "keys", "values")
         return {
             "budgets": asdict(self.budgets),

@@ -41,7 +41,7 @@ def show(recipe: recipes.Recipe) -> dict[str, Any]:
     return {
         "model": recipe.model.id,
         **recipe.totals.model_dump(),
-        "predicted_kl": recipe.predicted.kl,
+        "predicted_kl": recipe.predicted.kl if recipe.predicted else None,
         "measured_kl": measured.kl if measured else None,
         "units": units,
     }

@@ -14,7 +14,8 @@ import torch
 
 from autoq import recipe as recipes
 from autoq.api.applying import load_for, recipe_assignment
-from autoq.api.recording import six_digits
+from autoq.api.measuring import measure_recipe, six_digits
+from autoq.config import SearchConfig
 from autoq.cost.bits import weight_cost
 from autoq.errors import UserError
 from autoq.formats.format import Format
@@ -79,19 +80,24 @@ def validate(
         model: the model the recipe is for; by default the one it names.
         sample: pack only so many units with the kernels, drawn by `seed`; the others are rounded by the reference.
 
-    Raises UserError for a recipe of another model, or one that was never measured.
+    A recipe that was imported is measured first.
+
+    Raises UserError for a recipe of another model.
     """
     clock = Clock(reporter or Silent())
     recipe = recipes.read_recipe(path)
-    if recipe.measured is None:
-        raise UserError(f"the recipe {str(path)!r} has no measured block to be compared with: `autoq search` writes one")
     if sample is not None and sample < 1:
         raise UserError(f"--sample is {sample}, but must be at least 1")
     with clock.stage("load", "loading the model"):
         loaded, units, tokenizer = load_for(recipe, model)
-        _, text = text_sources(recipe.provenance.profile_text, recipe.measured.text)
-        ids = sequences(tokenizer, text, recipe.measured.windows, recipe.measured.tokens_per_window)
+        was, defaults = recipe.measured, SearchConfig()
+        _, text = text_sources(recipe.provenance.profile_text, was.text if was else None)
+        windows, tokens = (was.windows, was.tokens_per_window) if was else (defaults.eval_samples, defaults.eval_len)
+        limit = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
+        ids = sequences(tokenizer, text, windows, min(tokens, limit))
         yardstick = Yardstick(loaded, units, ids)
+    if recipe.measured is None:
+        recipe = measure_recipe(yardstick, recipe, text.name, clock)
     return validate_on(yardstick, recipe, path, sample, seed, clock)
 
 

@@ -1,6 +1,6 @@
 """The command line."""
 
-from autoq.cli import searching, viewing
+from autoq.cli import exchanging, searching, viewing
 from autoq.cli.app import INTERRUPTED, app, main
 
-__all__ = ["INTERRUPTED", "app", "main", "searching", "viewing"]
+__all__ = ["INTERRUPTED", "app", "exchanging", "main", "searching", "viewing"]

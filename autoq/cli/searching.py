@@ -80,6 +80,9 @@ def search(
     engine: Annotated[
         str, typer.Option(help="Mix cache formats as this engine can: none, transformers, vllm, sglang, tensorrt-llm, llama.cpp.")
     ] = D.engine,
+    consumer: Annotated[
+        str, typer.Option(help="Only formats and rounding that this tool computes, so that `autoq export --to` it loses nothing.")
+    ] = D.consumer,
     space: Space = D.space,
     calib: Calib = None,
     eval_: Eval = None,
@@ -142,7 +145,7 @@ def search(
     from autoq.budget import parse_duration, parse_size
 
     config = SearchConfig(
-        model=model, budget=budget, kv_budget=kv_budget, memory=memory, batch=batch, target=target, engine=engine, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
+        model=model, budget=budget, kv_budget=kv_budget, memory=memory, batch=batch, target=target, engine=engine, consumer=consumer, space=space, calib=calib, eval=eval_, samples=samples, seq_len=seq_len,
         eval_samples=eval_samples, eval_len=eval_len, context=None if context is None else parse_size(context), correct=correct, validate=validate, run=run,
         resume=resume, include=tuple(include or ()), seed=seed, device=device, dtype=dtype, profile_batch=profile_batch,
         weak=weak, max_kl=max_kl, front=front_, sides=sides, trials=trials, sampler=sampler, trial_samples=trial_samples, workers=workers,

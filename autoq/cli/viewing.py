@@ -30,7 +30,7 @@ def show(
     if as_json:
         print_json(view)
     else:
-        from autoq.report.terminal import recipe_view
+        from autoq.report.units import recipe_view
 
         stdout().print(recipe_view(view))
 

@@ -27,7 +27,7 @@ class Engine:
         kv_formats: names of cache formats, besides 16 bit; None is every one that autoq has. weights: names of weight formats it
             loads, each with its rounding variants (how a format picked its scales does not matter to who reads them); None: every one.
         mixing: how they may be mixed. page: tokens allotted at a time, by its defaults.
-        head_dim_multiple: what head_dim must be a multiple of.
+        head_dim_multiple: what head_dim must be a multiple of. option: the command-line option that asks for it.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Engine:
     weights: frozenset[str] | None = None
     page: int = 1
     head_dim_multiple: int = 1
+    option: str = "--engine"
 
 
 # Storage of compressed-tensors checkpoints, which vLLM and SGLang load; of ModelOpt's, which TensorRT-LLM loads.
@@ -46,7 +47,9 @@ _MODELOPT = frozenset({"fp8", "nvfp4", "int4_g128", "fp8_w8a8", "nvfp4_w4a4", "i
 ENGINES: dict[str, Engine] = {
     "none": Engine("none", None, "free"),
     "transformers": Engine("transformers", None, "free"),
-    "vllm": Engine("vllm", frozenset({"fp8", "fp8_cast", "fp8_e5m2", "nvfp4", "int8_head"}), "one and skipped", _COMPRESSED_TENSORS, 16),
+    "vllm": Engine(
+        "vllm", frozenset({"fp8", "fp8_cast", "fp8_e5m2", "nvfp4", "int8_head"}), "one and skipped", _COMPRESSED_TENSORS, 16
+    ),
     "sglang": Engine("sglang", frozenset({"fp8", "fp8_cast", "fp8_e5m2", "nvfp4_cast"}), "one", _COMPRESSED_TENSORS),
     "tensorrt-llm": Engine("tensorrt-llm", frozenset({"fp8", "nvfp4"}), "one", _MODELOPT, 32),
     "llama.cpp": Engine("llama.cpp", frozenset({"q8_0", "q4_0"}), "two", frozenset({"q8_0", "q5_0", "q4_0", "mxfp4"}), 256, 32),

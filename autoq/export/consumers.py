@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from autoq.errors import unknown
-from autoq.export import auto_round, compressed_tensors, gptqmodel, llama_cpp, llm_compressor, mlx, modelopt, serving, torchao, transformers
+from autoq.export import (
+    auto_round,
+    compressed_tensors,
+    gptqmodel,
+    llama_cpp,
+    llm_compressor,
+    mlx,
+    modelopt,
+    serving,
+    torchao,
+    transformers,
+)
 from autoq.export.consumer import Consumer
 
 CONSUMERS: dict[str, Consumer] = {

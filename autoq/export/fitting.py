@@ -15,7 +15,6 @@ from autoq.formats import reference
 from autoq.formats.catalog import kv_format
 from autoq.formats.format import Format, KVFormat
 
-
 ALIKE = 1.02  # errors of caches that differ by less are alike: fp8 with a calibrated scale and without
 
 
@@ -170,7 +169,7 @@ def _ways(subject: Subject, consumer: Consumer) -> list[dict[str, Pair]]:
             if consumer.mixing == "one and skipped":
                 found.append({name: (keys, values) if able else (KV_ORIGINAL, KV_ORIGINAL) for name, able in fits.items()})
             elif all(fits.values()):
-                found.append({name: (keys, values) for name in fits})
+                found.append(dict.fromkeys(fits, (keys, values)))
     return found  # 16 bit everywhere is always among them
 
 

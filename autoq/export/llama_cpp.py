@@ -28,7 +28,11 @@ BASE = "Q5_1"
 def write(subject: Subject) -> dict[str, str]:
     """Return tensor-types.txt and quantize-and-serve.sh."""
     names = gguf_names(subject)
-    lines = [f"^{re.escape(names[layer.name])}$={_TYPES.get(layer.format.name, 'bf16')}" for layer in subject.layers if layer.name in names]
+    lines = [
+        f"^{re.escape(names[layer.name])}$={_TYPES.get(layer.format.name, 'bf16')}"
+        for layer in subject.layers
+        if layer.name in names
+    ]
     keys, values = (
         {_CACHES[fmt.name] for fmt in formats}
         for formats in ([a.key for a in subject.attentions], [a.value for a in subject.attentions])
@@ -109,7 +113,7 @@ def read_gguf(path: Path, subject: Subject) -> Found:
 
 
 def _refuses(layer: Layer, fmt: Format) -> str | None:
-    return f"a width of {layer.width} is no multiple of 32" if layer.width % 32 else None
+    return None if fmt.is_original or layer.width % 32 == 0 else f"a width of {layer.width} is no multiple of 32"
 
 
 CONSUMER = Consumer(

@@ -81,7 +81,9 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     data = parse(name, files[name])
     entries = at(data, "quantize.quant_cfg", name, list)
     problems: list[str] = []
-    quantizers = {f"{layer.name}.{q}": None for layer in subject.layers for q in ("weight_quantizer", "input_quantizer", "output_quantizer")}
+    quantizers = {
+        f"{layer.name}.{q}": None for layer in subject.layers for q in ("weight_quantizer", "input_quantizer", "output_quantizer")
+    }
     quantizers |= {f"{a.name}.{q}": None for a in subject.attentions for q in ("q_bmm_quantizer", *(q for q, _ in _SIDES))}
     resolved: dict[str, dict[str, Any] | None] = dict(quantizers)
     for entry in entries:

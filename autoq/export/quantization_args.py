@@ -24,7 +24,14 @@ def _int(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]
 
 
 def _mx(bits: int) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "scale_dtype": "torch.uint8"}
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "scale_dtype": "torch.uint8",
+    }
 
 
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
@@ -134,7 +141,7 @@ def resolve(config: Mapping[str, Any], subject: Subject) -> Found:
 def _targets(name: str, group: Any) -> Iterable[str]:
     if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
         raise UserError(f"the group {name!r} has no list of targets")
-    return group["targets"]
+    return [str(target) for target in group["targets"]]
 
 
 def _rank(target: str, name: str, kind: str) -> int:

@@ -18,7 +18,7 @@ VLLM_CACHES = {
 }  # fmt: skip
 SGLANG_CACHES = {"fp8": "fp8_e4m3", "fp8_cast": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "nvfp4_cast": "fp4_e2m1"}
 TENSORRT_CACHES = {"fp8": "fp8", "nvfp4": "nvfp4"}
-_MAKE = "# 1. Make the checkpoint: llm-compressor's `oneshot(model=..., recipe=\"recipe.yaml\", output_dir=...)`.\n"
+_MAKE = '# 1. Make the checkpoint: llm-compressor\'s `oneshot(model=..., recipe="recipe.yaml", output_dir=...)`.\n'
 
 
 def cache_name(subject: Subject) -> str | None:
@@ -48,7 +48,9 @@ def _vllm(subject: Subject) -> dict[str, str]:
 def _sglang(subject: Subject) -> dict[str, str]:
     name = cache_name(subject)
     flags = f" --kv-cache-dtype {SGLANG_CACHES[name]}" if name else ""
-    text = f'#!/bin/sh\n{_MAKE}# 2. Serve it: sh serve.sh CHECKPOINT\nexec python3 -m sglang.launch_server --model-path "$1"{flags}\n'
+    text = (
+        f'#!/bin/sh\n{_MAKE}# 2. Serve it: sh serve.sh CHECKPOINT\nexec python3 -m sglang.launch_server --model-path "$1"{flags}\n'
+    )
     return {"recipe.yaml": to_yaml(llm_compressor.document(subject)), "serve.sh": text}
 
 
@@ -58,7 +60,9 @@ def _tensorrt_llm(subject: Subject) -> dict[str, str]:
     engine = hf_quant_config.document(subject)
     config = {"kv_cache_config": {"dtype": TENSORRT_CACHES[name]}} if name else {}
     make = "# 1. Quantize with ModelOpt: `mtq.quantize(model, load_recipe(\"recipe.yaml\").quantize, forward_loop)`, `export_hf_checkpoint`.\n"  # fmt: skip
-    serve = f'#!/bin/sh\n{make}# 2. Serve it: sh serve.sh CHECKPOINT\nexec trtllm-serve "$1"{" --config config.yaml" if name else ""}\n'
+    serve = (
+        f'#!/bin/sh\n{make}# 2. Serve it: sh serve.sh CHECKPOINT\nexec trtllm-serve "$1"{" --config config.yaml" if name else ""}\n'
+    )
     files |= {"serve.sh": serve} | ({"config.yaml": to_yaml(config)} if config else {})
     return files | ({"hf_quant_config.json": to_json(engine)} if engine else {})
 

@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from autoq.cost.bits import WeightCost
 from autoq.cost.kv_memory import kv_cost
-from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.model.unit import Layout, ModelUnits
 
@@ -41,7 +40,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Attention:
-    """The cache of an attention module: what K and V are stored in, and what their static scales are calibrated with."""
+    """The cache of an attention module: what K and V are stored in."""
 
     name: str
     class_name: str
@@ -50,8 +49,6 @@ class Attention:
     head_dim: int
     key: KVFormat = KV_ORIGINAL
     value: KVFormat = KV_ORIGINAL
-    key_calibration: Calibration = Calibration()
-    value_calibration: Calibration = Calibration()
 
     @property
     def is_original(self) -> bool:

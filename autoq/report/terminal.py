@@ -16,6 +16,7 @@ from rich.text import Text
 
 from autoq.report.fronts import front_table
 from autoq.report.trials import trials_view
+from autoq.report.units import unit_table
 from autoq.report.words import nats, size
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
     """Return what `autoq search` prints at the end; `units` are those of `autoq show`."""
     recipe, measured = result.recipe, result.divergence
     totals, predicted = recipe.totals, recipe.predicted
+    predicted_kl, stderr = (predicted.kl, predicted.stderr) if predicted else (0.0, None)
     lines = Table.grid(padding=(0, 2))
     lines.add_row(
         "weights", f"{totals.bits:.4f} bits each ({totals.bits_whole_model:.4f} over the whole model, {size(totals.weight_bytes)})"
@@ -80,9 +82,10 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         lines.add_row("together", f"{size(totals.weight_bytes + totals.kv_bytes)} of {asked.memory}; {_split(result)}")
     if result.free_kl is not None:
         lines.add_row(
-            "engine", f"{asked.engine}; {nats(predicted.kl)} nats predicted, {nats(result.free_kl)} with formats mixed freely"
+            "engine",
+            f"{asked.engine if asked.engine != 'none' else asked.consumer}; {nats(predicted_kl)} nats predicted, {nats(result.free_kl)} with formats mixed freely",
         )
-    lines.add_row("predicted KL", f"{nats(predicted.kl)} ± {nats(predicted.stderr or 0.0)} nats per token")
+    lines.add_row("predicted KL", f"{nats(predicted_kl)} ± {nats(stderr or 0.0)} nats per token")
     lines.add_row(
         "measured KL",
         f"{nats(measured.mean_kl)} ± {nats(measured.stderr)} nats per token, "
@@ -98,7 +101,7 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         f"(ratio {ratio:.4f} ± {measured.perplexity_ratio_stderr:.4f})",
     )
     parts: list[RenderableType | None] = [
-        unit_table(units, predicted.kl),
+        unit_table(units, predicted_kl),
         front_table(result.front, totals.bits, "bits per weight"),
         front_table(result.kv_front, totals.kv_bits, "bits per cached value"),
         uniform_table(result),
@@ -162,64 +165,6 @@ def command_name() -> str:
     return os.path.relpath(called)
 
 
-def unit_table(units: list[dict[str, Any]], total: float) -> RenderableType:
-    """Return units as a table, neighbouring layers of one role and format in one row."""
-    table = Table(title="recipe", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name, justify in (
-        ("unit", "left"),
-        ("role", "left"),
-        ("format", "left"),
-        ("bits", "right"),
-        ("predicted KL", "right"),
-        ("share", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=name != "unit", overflow="fold")  # type: ignore[arg-type]
-    for row in grouped(units):
-        share = 100 * row["predicted_kl"] / total if total > 0 else 0.0
-        table.add_row(row["name"], row["role"], row["format"], f"{row['bits']:.3f}", nats(row["predicted_kl"]), f"{share:.1f} %")
-    return table
-
-
-def grouped(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join units of consecutive layers that have the same part name and format: "layers 3-17 mlp.down_proj"."""
-    order: dict[str, list[dict[str, Any]]] = {}
-    for unit in units:
-        order.setdefault(_part_name(unit), []).append(unit)
-    rows: list[dict[str, Any]] = []
-    for part, members in order.items():
-        run: list[dict[str, Any]] = []
-        for unit in members:
-            if run and (
-                unit["format"] != run[-1]["format"]
-                or None in (unit["layer"], run[-1]["layer"])
-                or unit["layer"] != run[-1]["layer"] + 1
-            ):
-                rows.append(_row(part, run))
-                run = []
-            run.append(unit)
-        rows.append(_row(part, run))
-    return rows
-
-
-def _part_name(unit: dict[str, Any]) -> str:
-    if unit["layer"] is None:
-        return str(unit["unit"])
-    return str(unit["unit"]).split(f".{unit['layer']}.", 1)[-1]
-
-
-def _row(part: str, run: list[dict[str, Any]]) -> dict[str, Any]:
-    first, last = run[0]["layer"], run[-1]["layer"]
-    where = "" if first is None else f"layer {first} " if first == last else f"layers {first}-{last} "
-    values = sum(u["numel"] for u in run)
-    return {
-        "name": where + part,
-        "role": run[0]["role"],
-        "format": run[0]["format"],
-        "bits": sum(u["bits"] * u["numel"] for u in run) / max(1, values),
-        "predicted_kl": sum(u["predicted_kl"] for u in run),
-    }
-
-
 def uniform_table(result: SearchResult) -> RenderableType:
     """Return the recipe beside the uniform formats of no more bits."""
     table = Table(
@@ -244,15 +189,3 @@ def uniform_table(result: SearchResult) -> RenderableType:
     if not result.uniforms:
         table.add_row("no uniform format of the space takes so few bits", "", "", "", "", style="dim")
     return table
-
-
-def recipe_view(view: dict[str, Any]) -> RenderableType:
-    """Return what `autoq show` prints."""
-    head = (
-        f"{view['model']}: {view['bits']:.4f} bits per weight ({view['bits_whole_model']:.4f} over the whole model, "
-        f"{size(view['weight_bytes'])}), {view['kv_bits']:.4g} per cached value"
-    )
-    damage = f"predicted KL {nats(view['predicted_kl'])} nats per token"
-    if view["measured_kl"] is not None:
-        damage += f", measured {nats(view['measured_kl'])}"
-    return Group(Text(head, style="bold"), Text(damage), unit_table(view["units"], view["predicted_kl"]))

@@ -32,7 +32,7 @@ def feasible_ways(problem: Problem, units: ModelUnits, engine: Engine) -> list[t
         left = {o.format for u in units.caches for o in problem.options[u.name] if _served(o, engine)}
         names = ", ".join(sorted(left))
         raise UserError(
-            f"--engine {engine.name} cannot meet the budgets: of this space and target it serves {names} ({engine.mixing}); ask for more memory"
+            f"{engine.option} {engine.name} cannot meet the budgets: of this space and target it serves {names} ({engine.mixing}); ask for more memory"
         )
     return found
 

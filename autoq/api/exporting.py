@@ -1,0 +1,193 @@
+"""Write a recipe as a PTQ tool or a serving engine takes it, and say what it cannot say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoq import recipe as recipes
+from autoq.api.applying import check_names
+from autoq.errors import AutoqError, UserError, unknown
+from autoq.export.consumer import ROUNDS, Consumer, same_numbers
+from autoq.export.consumers import CONSUMERS, consumer_of
+from autoq.export.fitting import Loss, fit
+from autoq.export.subject import Subject, bare_subject
+from autoq.formats.format import KVFormat
+from autoq.model import load
+from autoq.model.units import find_units
+from autoq.run_folder import write_atomically
+
+REPORT = "export.json"
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote, and what it could not say.
+
+    Attributes:
+        files: what was written, none where it was refused. refused: why, in one sentence.
+        losses: every difference between the recipe and what the consumer has. notes: what holds for all recipes.
+        bits, bits_whole_model, kv_bits: of what was really exported, counted as the consumer stores it.
+        recipe_bits, recipe_kv_bits: of the recipe.
+    """
+
+    consumer: str
+    what: str
+    files: tuple[Path, ...]
+    refused: str | None
+    losses: tuple[Loss, ...]
+    notes: tuple[str, ...]
+    bits: float
+    bits_whole_model: float
+    kv_bits: float
+    recipe_bits: float
+    recipe_kv_bits: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `autoq export --json` prints, and export.json holds."""
+        return {
+            "consumer": self.consumer, "files": [str(f) for f in self.files], "refused": self.refused,
+            "losses": [loss.to_json() for loss in self.losses], "notes": list(self.notes),
+            "bits": self.bits, "bits_whole_model": self.bits_whole_model, "kv_bits": self.kv_bits,
+            "recipe_bits": self.recipe_bits, "recipe_kv_bits": self.recipe_kv_bits,
+        }  # fmt: skip
+
+
+def export(
+    recipe: recipes.Recipe | Path | str, to: str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
+) -> ExportReport:
+    """Write a recipe for one consumer.
+
+    Args:
+        to: a name in CONSUMERS. out: the folder; by default `export/<consumer>` beside the recipe.
+        rounding: "none" refuses what the consumer lacks; "scales" lets it pick its own scales for the same bytes; "up" also takes
+            the next better format it has.
+        model: where the model is, by default the one that the recipe names; its config is enough.
+
+    Raises UserError where something would be lost that `rounding` does not allow.
+    """
+    subject, totals = _subject(recipe, model)
+    folder = _folder(subject, consumer_of(to).name, out)
+    report = _export(subject, totals, consumer_of(to), folder, _round(rounding))
+    if report.refused is not None:
+        raise UserError(report.refused)
+    return report
+
+
+def export_all(
+    recipe: recipes.Recipe | Path | str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
+) -> list[ExportReport]:
+    """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
+    subject, totals = _subject(recipe, model)
+    found = []
+    for name, consumer in CONSUMERS.items():
+        folder = _folder(subject, name, Path(out) / name if out is not None else None)
+        try:
+            found.append(_export(subject, totals, consumer, folder, _round(rounding)))
+        except UserError as error:
+            found.append(ExportReport(name, consumer.what, (), str(error), (), (), 0.0, 0.0, 0.0, totals.bits, totals.kv_bits))
+    return found
+
+
+def _round(rounding: str) -> int:
+    if rounding not in ROUNDS:
+        raise unknown("value of --round", rounding, ROUNDS)
+    return ROUNDS.index(rounding)
+
+
+def _subject(recipe: recipes.Recipe | Path | str, model: str | None) -> tuple[Subject, recipes.TotalsEntry]:
+    path = None if isinstance(recipe, recipes.Recipe) else Path(recipe)
+    loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
+    return replace(subject_of(loaded, model), recipe=path), loaded.totals
+
+
+def subject_of(recipe: recipes.Recipe, model: str | None = None) -> Subject:
+    """Return a recipe on its model, of which only the config is read; raises UserError if it names what the model does not have."""
+    source = load.model_source(model or recipe.model.id)
+    empty = load.empty_model(load.load_config(source))
+    if type(empty).__name__ != recipe.model.architecture:
+        raise UserError(f"the recipe is for a {recipe.model.architecture}, and {source.name!r} is a {type(empty).__name__}")
+    units = find_units(empty, ("lm_head",) if any(e.role == "head" for e in recipe.weights.values()) else ())
+    check_names(recipe, units)
+    subject = bare_subject(empty, units, source.name, recipe.provenance.dtype)
+    by_unit, by_cache = recipe.weight_formats(), recipe.cache_formats()
+    weights = {layer.name: by_unit[layer.unit] for layer in subject.layers if layer.unit in by_unit}
+    caches: dict[str, tuple[KVFormat, KVFormat]] = {
+        a.name: (by_cache[f"{a.name}.key"], by_cache[f"{a.name}.value"]) for a in subject.attentions if f"{a.name}.key" in by_cache
+    }
+    subject = replace(subject, tokens=recipe.budget.context, batch=recipe.budget.batch)
+    return subject.with_formats(weights, caches)
+
+
+def _folder(subject: Subject, name: str, out: Path | str | None) -> Path:
+    if out is not None:
+        return Path(out)
+    return (subject.recipe.parent if subject.recipe is not None else Path()) / "export" / name
+
+
+def _export(subject: Subject, totals: recipes.TotalsEntry, consumer: Consumer, folder: Path, allowed: int) -> ExportReport:
+    """Fit, write in memory, read back by the consumer's own rules, and only then write the files."""
+    fitted, losses = fit(subject, consumer)
+    cost, (kv_bits, kv_values) = fitted.weight_cost(consumer.overhead), fitted.kv_cost()
+    report = ExportReport(
+        consumer.name, consumer.what, (), None, tuple(losses), consumer.notes, cost.effective, cost.whole_model,
+        kv_bits / max(1, kv_values), totals.bits, totals.kv_bits,
+    )  # fmt: skip
+    beyond = [loss for loss in losses if ROUNDS.index(loss.needs) > allowed]
+    if beyond:
+        return replace(report, refused=_refusal(consumer, beyond))
+    files = consumer.write(fitted)
+    if consumer.read is not None:
+        _check(consumer, fitted, files)
+    return _write(replace(report, files=tuple(folder / name for name in files)), files, folder)
+
+
+def _refusal(consumer: Consumer, losses: list[Loss]) -> str:
+    first = losses[0]
+    needed = max((loss.needs for loss in losses), key=ROUNDS.index)
+    more = f" and {len(losses) - 1} more" if len(losses) > 1 else ""
+    effect = "lets it pick its own scales" if needed == "scales" else "takes the next better format it has"
+    return f"{first.why} ({first.what}: {first.wanted}{more}): --round {needed} {effect}, or search for it with --consumer {consumer.name}"
+
+
+def _check(consumer: Consumer, subject: Subject, files: dict[str, str]) -> None:
+    """Raise AutoqError if the consumer would not make of the files what was meant, or if tied layers come apart."""
+    assert consumer.read is not None
+    found = consumer.read(files, subject)
+    problems = list(found.problems)
+    for layer in subject.layers:
+        got = found.weights.get(layer.name)
+        if (got is None) != layer.format.is_original or (got is not None and not same_numbers(got, layer.format)):
+            problems.append(f"{layer.name} would be {got.name if got else 'bf16'}, not {layer.format.name}")
+    for unit in subject.units.weights:
+        if len({found.weights[t.name].name if t.name in found.weights else "bf16" for t in unit.tensors}) > 1:
+            problems.append(f"the tensors of {unit.name} would differ")
+    if problems:
+        raise AutoqError(f"the export for {consumer.name} is wrong, please report it: {problems[0]} ({len(problems)} problems)")
+
+
+def _write(report: ExportReport, files: dict[str, str], folder: Path) -> ExportReport:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from error
+    for name in _written_before(folder) - set(files):
+        (folder / name).unlink(missing_ok=True)
+    for name, text in files.items():
+        write_atomically(folder / name, text)
+    write_atomically(folder / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
+    return report
+
+
+def _written_before(folder: Path) -> set[str]:
+    """Return the names of the files that an earlier export wrote into the folder."""
+    try:
+        found = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        names: Sequence[Any] = found["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {Path(str(name)).name for name in names}

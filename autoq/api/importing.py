@@ -1,0 +1,134 @@
+"""Make a recipe of what another tool wrote, so that it can be shown, priced, checked and measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoq import recipe as recipes
+from autoq.api.entries import cache_entries, provenance, totals, unknown_damage, weight_entries, written_out
+from autoq.config import SearchConfig
+from autoq.cost.kv_memory import context_of
+from autoq.errors import UserError
+from autoq.export.consumer import Found
+from autoq.export.importers import read
+from autoq.export.subject import Subject, bare_subject
+from autoq.formats.calibration import Calibration
+from autoq.formats.format import Format, KVFormat
+from autoq.measure.calibrate import calibrate
+from autoq.measure.profile import model_fingerprint
+from autoq.model import load
+from autoq.model.cache_units import unsearchable
+from autoq.model.text import STDLIB, sequences, text_sources
+from autoq.model.unit import ModelUnits
+from autoq.model.units import find_units
+from autoq.report.progress import Clock, Reporter, Silent
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe made of another tool's file.
+
+    Attributes:
+        kind: the file's format. path: where the recipe was written.
+    """
+
+    recipe: recipes.Recipe
+    kind: str
+    path: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `autoq import --json` prints."""
+        return {"from": self.kind, "recipe": str(self.path), "model": self.recipe.model.id, **self.recipe.totals.model_dump()}
+
+
+def import_recipe(
+    path: Path | str,
+    model: str,
+    kind: str | None = None,
+    out: Path | str = "recipe.yaml",
+    calib: str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    reporter: Reporter | None = None,
+) -> Imported:
+    """Read another tool's recipe on a model and write it as one of autoq's, with what it stores but no KL: `validate` measures it.
+
+    Args:
+        path: a file or a checkpoint folder. kind: its format; None finds out. model: the 16-bit model it is for.
+        calib: text on which caches with a static scale are calibrated, and from which `validate` measures; None is the bundled one.
+        context, batch: for which the cache is priced.
+
+    Raises UserError for names that the model does not have, formats that autoq has no word for, and tied tensors that differ.
+    """
+    clock, config = Clock(reporter or Silent()), SearchConfig(model=model, calib=calib, batch=batch)
+    target = Path(out)
+    if target.is_dir():
+        raise UserError(f"--out {str(target)!r} is a folder: give a file such as recipe.yaml")
+    profile_text, _ = text_sources(calib, None)
+    source = load.model_source(model)
+    model_config = load.load_config(source)
+    empty = load.empty_model(model_config)
+    units = find_units(empty)
+    kind, found = read(Path(path), kind, bare_subject(empty, units, model))
+    if any(name.endswith("lm_head") for name in found.weights):
+        units = find_units(empty, ("lm_head",))
+    if unsearchable(empty):
+        units = replace(units, units=units.weights)
+    weights, caches = _by_unit(found, bare_subject(empty, units, model), units)
+    tokens = context_of(model_config.get_text_config(decoder=True), context)
+    device = load.pick_device(config.device)
+    dtype = load.dtype_name(config.dtype, device)
+    with clock.stage("load", "loading the model"):
+        loaded = load.load_model(source, device, dtype)
+    calibration: dict[str, Calibration] = {}
+    if any(f.calibration == "absmax" or f.center for f in caches.values()):
+        with clock.stage("calibrate", "calibrating the cache"):
+            ids = sequences(load.load_tokenizer(source), profile_text, config.samples, config.seq_len)
+            calibration = calibrate(loaded, units, ids)
+    recipe = recipes.Recipe(
+        schema_version=1,
+        model=recipes.ModelEntry(
+            id=model, fingerprint=model_fingerprint(loaded), architecture=type(loaded).__name__, parameters=units.parameters
+        ),
+        budget=recipes.BudgetEntry(weights=None, kv=None, context=tokens, batch=batch),
+        totals=totals(units, weights, caches, tokens, batch),
+        predicted=None, measured=None,
+        formats=written_out(weights),
+        kv_formats=written_out(caches),
+        weights=weight_entries(units, weights, unknown_damage),
+        kv=cache_entries(units, caches, calibration, unknown_damage, tokens, batch),
+        left_out={entry.reason: entry.numel for entry in units.left_out},
+        provenance=provenance(config.seed, f"imported from {kind}", calib or STDLIB, 0, 0, dtype, device),
+    )  # fmt: skip
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {str(target)!r} cannot be made: {error.strerror}") from error
+    recipe.write(target)
+    return Imported(recipe, kind, target)
+
+
+def _by_unit(found: Found, subject: Subject, units: ModelUnits) -> tuple[dict[str, Format], dict[str, KVFormat]]:
+    """Return the formats by weight unit and by cache unit; raises UserError for what the file gets wrong."""
+    problems = list(found.problems)
+    original = Format("bf16", None)
+    weights, in_units = {}, set()
+    for unit in units.weights:
+        formats = {t.name: found.weights.get(t.name, original) for t in unit.tensors}
+        in_units |= set(formats)
+        if len(set(formats.values())) > 1:
+            words = ", ".join(f"{name.rpartition('.')[2]} {fmt.name}" for name, fmt in formats.items())
+            problems.append(f"engines fuse the tensors of {unit.name}, and they differ: {words}")
+        weights[unit.name] = next(iter(formats.values()))
+        for tensor in unit.tensors:
+            if reason := formats[tensor.name].refusal(tensor.width):
+                problems.append(f"{tensor.name}: {reason}")
+    problems += [f"{name} is no weight that autoq quantizes" for name in found.weights if name not in in_units]
+    if problems:
+        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise UserError(f"the file does not fit {subject.model!r}: {problems[0]}{more}")
+    bf16 = KVFormat("bf16", original)
+    caches = {u.name: found.caches.get(u.module, (bf16, bf16))[0 if u.kind == "key" else 1] for u in units.caches}
+    return weights, caches
