@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import __version__
 from autoq import recipe as recipes
@@ -17,9 +17,13 @@ from autoq.cost.bits import unit_bits, weight_cost
 from autoq.cost.kv_memory import cache_bits, cache_values, kv_cost
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
+from autoq.measure.profile import model_fingerprint
 from autoq.model.unit import ModelUnits
 from autoq.recipe_formats import FormatEntry, describe, encode_mean
 from autoq.urls import without_password
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Damage = Callable[[str], float | None]
 
@@ -98,3 +102,38 @@ def provenance(seed: int, space: str, text: str, sequences: int, tokens: int, dt
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), seed=seed, space=space, profile_text=text,
         profile_sequences=sequences, profile_tokens=tokens, dtype=dtype, device=device, versions=versions,
     )  # fmt: skip
+
+
+def recipe_of(
+    name: str,
+    model: PreTrainedModel,
+    units: ModelUnits,
+    weights: Mapping[str, Format],
+    caches: Mapping[str, KVFormat],
+    calibration: Mapping[str, Calibration],
+    origin: recipes.ProvenanceEntry,
+    tokens: int,
+    batch: int = 1,
+) -> recipes.Recipe:
+    """Return the recipe of formats that nobody searched: with what they store, without any KL.
+
+    Args:
+        name: the model as `--model` has it. weights, caches, calibration: by unit name, of every unit.
+        tokens, batch: for which the cache is priced.
+    """
+    return recipes.Recipe(
+        schema_version=1,
+        model=recipes.ModelEntry(
+            id=name, fingerprint=model_fingerprint(model), architecture=type(model).__name__, parameters=units.parameters
+        ),
+        budget=recipes.BudgetEntry(weights=None, kv=None, context=tokens, batch=batch),
+        totals=totals(units, weights, caches, tokens, batch),
+        predicted=None,
+        measured=None,
+        formats=written_out(weights),
+        kv_formats=written_out(caches),
+        weights=weight_entries(units, weights, unknown_damage),
+        kv=cache_entries(units, caches, calibration, unknown_damage, tokens, batch),
+        left_out={entry.reason: entry.numel for entry in units.left_out},
+        provenance=origin,
+    )

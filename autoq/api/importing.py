@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autoq import recipe as recipes
-from autoq.api.entries import cache_entries, provenance, totals, unknown_damage, weight_entries, written_out
+from autoq.api.entries import provenance, recipe_of
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import context_of
 from autoq.errors import UserError
@@ -17,7 +17,6 @@ from autoq.export.subject import Subject, bare_subject
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.measure.calibrate import calibrate
-from autoq.measure.profile import model_fingerprint
 from autoq.model import load
 from autoq.model.cache_units import unsearchable
 from autoq.model.text import STDLIB, sequences, text_sources
@@ -87,21 +86,8 @@ def import_recipe(
         with clock.stage("calibrate", "calibrating the cache"):
             ids = sequences(load.load_tokenizer(source), profile_text, config.samples, config.seq_len)
             calibration = calibrate(loaded, units, ids)
-    recipe = recipes.Recipe(
-        schema_version=1,
-        model=recipes.ModelEntry(
-            id=model, fingerprint=model_fingerprint(loaded), architecture=type(loaded).__name__, parameters=units.parameters
-        ),
-        budget=recipes.BudgetEntry(weights=None, kv=None, context=tokens, batch=batch),
-        totals=totals(units, weights, caches, tokens, batch),
-        predicted=None, measured=None,
-        formats=written_out(weights),
-        kv_formats=written_out(caches),
-        weights=weight_entries(units, weights, unknown_damage),
-        kv=cache_entries(units, caches, calibration, unknown_damage, tokens, batch),
-        left_out={entry.reason: entry.numel for entry in units.left_out},
-        provenance=provenance(config.seed, f"imported from {kind}", calib or STDLIB, 0, 0, dtype, device),
-    )  # fmt: skip
+    origin = provenance(config.seed, f"imported from {kind}", calib or STDLIB, 0, 0, dtype, device)
+    recipe = recipe_of(model, loaded, units, weights, caches, calibration, origin, tokens, batch)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

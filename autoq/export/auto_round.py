@@ -93,5 +93,9 @@ CONSUMER = Consumer(
     write,
     read,
     layouts=("linear", "conv1d"),
-    notes=("with iters=0 and disable_opt_rtn=True it rounds as autoq does; its tuning keeps the bytes and lowers the error",),
+    notes=(
+        'give it scheme="BF16" too: under its default scheme it leaves every layer in 16 bit, and says nothing, whose sides are no multiple of 32',
+        "nvfp4 weights of q, k, v (and of gate, up) share one tensor scale in AutoRound, unless AR_NVFP4_FUSED_LAYER_GLOBAL_SCALE=0",
+        "with iters=0 and disable_opt_rtn=True it rounds as autoq does; its tuning keeps the bytes and lowers the error",
+    ),
 )

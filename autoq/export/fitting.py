@@ -105,9 +105,14 @@ def next_better(wanted: Format, formats: Iterable[Format], shapes: list[tuple[in
 
     able = [
         f for f in formats
-        if bits(f) >= bits(wanted) and gaussian_error(f) <= gaussian_error(wanted) and (f.activation is None or wanted.activation is not None)
+        if _nominal(f) >= _nominal(wanted) and gaussian_error(f) <= gaussian_error(wanted) and (f.activation is None or wanted.activation is not None)
     ]  # fmt: skip
     return min(able, key=lambda f: (bits(f), gaussian_error(f)), default=ORIGINAL)
+
+
+def _nominal(fmt: Format) -> int:
+    """Bits of a weight that every block divides: a ragged one is padded, which makes nothing better."""
+    return fmt.storage_bits((4096, 4096))
 
 
 @cache

@@ -29,10 +29,13 @@ DEFAULTS = {"bits": 4, "group_size": 128, "sym": True}  # what a layer has that 
 
 
 def write(subject: Subject) -> dict[str, str]:
-    """Return quantize_config.json: the defaults of QuantizeConfig, and dynamic."""
+    """Return quantize_config.json: the defaults of QuantizeConfig, and dynamic.
+
+    `act_group_aware` is on by default in GPTQModel, which then refuses scales of a whole row.
+    """
     dynamic: dict[str, Any] = {f"-:^{re.escape(layer.name)}$": {} for layer in subject.kept if layer.layout == "linear"}
     dynamic |= {f"+:^{re.escape(layer.name)}$": _LAYERS[layer.format.name] for layer in subject.quantized}
-    return {"quantize_config.json": to_json({**DEFAULTS, "desc_act": False, "dynamic": dynamic})}
+    return {"quantize_config.json": to_json({**DEFAULTS, "desc_act": False, "act_group_aware": False, "dynamic": dynamic})}
 
 
 def read(files: Mapping[str, str], subject: Subject) -> Found:

@@ -90,8 +90,8 @@ def ignored(subject: Subject) -> list[str]:
 
 
 def cache_scheme(subject: Subject) -> dict[str, Any] | None:
-    """Return kv_cache_scheme, which holds for all layers."""
-    formats = {a.key.name for a in subject.attentions if not a.is_original}
+    """Return kv_cache_scheme, which holds for all layers, or None where the cache needs no calibrated scales."""
+    formats = {a.key.name for a in subject.attentions if a.key.name in CACHES}
     return dict(CACHES[next(iter(formats))]) if formats else None
 
 

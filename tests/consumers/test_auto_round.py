@@ -1,0 +1,57 @@
+"""AutoRound, torchao and GPTQModel run what autoq exports."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoq.formats.catalog import WEIGHT_FORMATS
+from autoq.formats.format import Format
+from tests.consumers.conftest import Bench, Driver, differing, exported, formats_of
+
+pytestmark = pytest.mark.consumers
+
+
+def test_auto_round_rounds_every_layer_as_asked(bench: Bench, drive: Driver) -> None:
+    path = bench.recipe([*formats_of("auto-round"), "bf16"])
+    recipe, report = exported(bench, path, "auto-round")
+    found = drive("auto-round", "auto_round", report.files[0])
+    expected = bench.weights(recipe)
+    assert set(found["weights"]) == set(expected)
+    for name, weight in expected.items():
+        # Where the largest magnitude occurs with both signs, AutoRound's full-range scale takes the positive one, autoq's the first.
+        assert differing(found["weights"][name], weight) < 0.01, name
+    assert sum(found["kl"]) == pytest.approx(sum(bench.kl(recipe)), rel=0.02)
+
+
+def test_torchao_quantizes_every_layer_as_asked(bench: Bench, drive: Driver) -> None:
+    path = bench.recipe([*formats_of("torchao"), "bf16"])
+    recipe, report = exported(bench, path, "torchao")
+    found = drive("auto-round", "torchao", report.files[0])
+    expected = bench.weights(recipe)
+    assert set(found["weights"]) == set(expected)
+    for name, weight in expected.items():
+        assert differing(found["weights"][name], weight) < 0.01, name
+    assert sum(found["kl"]) == pytest.approx(sum(bench.kl(recipe)), rel=0.03)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_gptqmodel_saves_and_loads_every_layer_as_asked(bench: Bench, drive: Driver, method: str) -> None:
+    path = bench.recipe([*formats_of("gptqmodel"), "bf16"])
+    recipe, report = exported(bench, path, "gptqmodel")
+    found = drive("auto-round", "gptqmodel", report.files[0], method=method)
+    wanted: dict[str, Format] = {}
+    for entry in recipe.weights.values():
+        fmt = WEIGHT_FORMATS[entry.format]
+        if fmt.element is not None:
+            wanted |= dict.fromkeys(entry.tensors, fmt)
+    assert set(found["layers"]) == set(wanted)
+    for name, fmt in wanted.items():
+        assert fmt.element is not None
+        bits, group = found["layers"][name]
+        assert bits == fmt.element.bits
+        assert fmt.block is None or group == fmt.block
+    mine = sum(bench.kl(recipe))
+    if method == "rtn":  # its codes are of float32 scales that it stores in float16
+        assert sum(found["kl"]) == pytest.approx(mine, rel=0.05)
+    else:
+        assert sum(found["kl"]) < mine

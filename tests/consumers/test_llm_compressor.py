@@ -1,0 +1,49 @@
+"""llm-compressor runs what autoq exports: the saved checkpoint says the same, holds the same weights, and measures the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoq import api
+from autoq.recipe import read_recipe
+from tests.consumers.conftest import Bench, Driver, differing, exported, formats_of
+
+pytestmark = [pytest.mark.consumers, pytest.mark.parametrize("bench", ["bfloat16"], indirect=True)]
+
+
+def test_oneshot_saves_what_autoq_means(bench: Bench, drive: Driver, tmp_path: Path) -> None:
+    layers = dict.fromkeys(range(6), ("fp8", "fp8"))
+    path = bench.recipe([*formats_of("llm-compressor"), "bf16"], layers)
+    recipe, report = exported(bench, path, "llm-compressor")
+    names = [t for e in recipe.weights.values() for t in e.tensors]
+    found = drive("llm-compressor", "llm_compressor", report.files[0], names=names)
+
+    imported = api.import_recipe(tmp_path / "checkpoint", "demo", out=tmp_path / "imported.yaml").recipe
+    assert {n: f.name for n, f in imported.weight_formats().items()} == {n: f.name for n, f in recipe.weight_formats().items()}
+    assert imported.cache_formats() == recipe.cache_formats()
+
+    assert set(found["scales"]) == {layer.module for layer in recipe.kv}
+    for layer in recipe.kv:
+        k_scale, v_scale = found["scales"][layer.module]
+        assert k_scale * 448 == pytest.approx(
+            layer.key.absmax, rel=0.15
+        )  # it calibrates with its rounded weights, autoq with the model's
+        assert v_scale * 448 == pytest.approx(layer.value.absmax, rel=0.15)
+
+    for name, weight in bench.weights(recipe).items():
+        print(name, recipe.formats, differing(found["weights"][name], weight))
+    mine = bench.kl(recipe)
+    assert sum(found["kl"]) == pytest.approx(sum(mine), rel=0.05)
+
+
+def test_nothing_is_quantized_in_the_cache_unless_asked(bench: Bench, drive: Driver) -> None:
+    path = bench.recipe(["fp8", "bf16"])
+    recipe, report = exported(bench, path, "llm-compressor")
+    found = drive(
+        "llm-compressor", "llm_compressor", report.files[0], names=[t for e in recipe.weights.values() for t in e.tensors]
+    )
+    assert found["scales"] == {}
+    assert found["config"]["kv_cache_scheme"] is None
+    assert read_recipe(path) == recipe
