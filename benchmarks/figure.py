@@ -145,6 +145,25 @@ def cost(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def peers_table(results: dict[str, Any]) -> str:
+    """Return every search at counted bits, and the bars."""
+    lines = [
+        "| search | bits | its own count | measured in | KL | seconds | CPU seconds | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        own = "" if row["own_bits"] is None else f"{row['own_bits']:.3f}"
+        lines.append(
+            f"| {row['search']} | {row['bits']:.3f} | {own} | {row['simulator']} | {row['kl']:.4f} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} | "
+            f"{row['peak_bytes'] / 2**30:.1f} GiB |"
+        )
+    lines += ["", "| against the peer | measured | bar |", "|---|---|---|"]
+    lines += [
+        f"| {b['what']} | {b['measured']:.2f} | {b['limit']:.2f}{'' if b['holds'] else ' (missed)'} |" for b in results["bars"]
+    ]
+    return "\n".join(lines)
+
+
 def between_marks(text: str, mark: str, content: str) -> str:
     return re.sub(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", lambda m: m[1] + content + "\n" + m[2], text, flags=re.DOTALL)
 
@@ -154,7 +173,13 @@ def main() -> None:
     results = json.loads((source / "quality.json").read_text())
     draw(results, readme.parent / "docs" / "damage.svg")
     text = between_marks(readme.read_text(), "results", table(results))
-    for mark, made in (("cache", cache_table), ("joint", joint_table), ("trials", trials_table), ("cost", cost)):
+    for mark, made in (
+        ("cache", cache_table),
+        ("joint", joint_table),
+        ("trials", trials_table),
+        ("cost", cost),
+        ("peers", peers_table),
+    ):
         file = source / {"cache": "kv.json"}.get(mark, f"{mark}.json")
         text = between_marks(text, mark, made(json.loads(file.read_text())))  # type: ignore[operator]
     readme.write_text(text)

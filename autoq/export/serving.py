@@ -81,7 +81,10 @@ VLLM = Consumer(
     "one and skipped",
     _vllm,
     refuses=quantization_args.refuses,
-    notes=(_SHARED,),
+    notes=(
+        _SHARED,
+        "vLLM takes weight-only MXFP4 and MXFP8 for formats with inputs of the same kind: where a device multiplies them, inputs are rounded too",
+    ),
 )
 SGLANG = Consumer(
     "sglang",

@@ -42,6 +42,7 @@ class Bench:
     ids: torch.Tensor
     calibration: torch.Tensor
     folder: Path
+    long_calibration: torch.Tensor
 
     def recipe(self, weights: list[str], cache: dict[int, tuple[str, str]] | None = None) -> Path:
         """Write a recipe: the weight formats in turn over the units they fit, K and V of some layers in a cache format."""
@@ -89,7 +90,8 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model, tokenizer = load.load_model(source, "cpu", request.param), load.load_tokenizer(source)
     profile, measure = text_sources(None, None)
     ids = sequences(tokenizer, measure, WINDOWS, TOKENS)
-    return Bench(model, ids, sequences(tokenizer, profile, WINDOWS, TOKENS), tmp_path_factory.mktemp("consumer"))
+    short, long = (sequences(tokenizer, profile, count, TOKENS) for count in (WINDOWS, 96))
+    return Bench(model, ids, short, tmp_path_factory.mktemp("consumer"), long)
 
 
 def formats_of(consumer: str) -> list[str]:

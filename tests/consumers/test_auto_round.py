@@ -38,7 +38,7 @@ def test_torchao_quantizes_every_layer_as_asked(bench: Bench, drive: Driver) -> 
 def test_gptqmodel_saves_and_loads_every_layer_as_asked(bench: Bench, drive: Driver, method: str) -> None:
     path = bench.recipe([*formats_of("gptqmodel"), "bf16"])
     recipe, report = exported(bench, path, "gptqmodel")
-    found = drive("auto-round", "gptqmodel", report.files[0], method=method)
+    found = drive("auto-round", "gptqmodel", report.files[0], method=method, calibration=bench.long_calibration.tolist())
     wanted: dict[str, Format] = {}
     for entry in recipe.weights.values():
         fmt = WEIGHT_FORMATS[entry.format]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from autoq import api
 from autoq.recipe import read_recipe
@@ -33,7 +34,7 @@ def test_oneshot_saves_what_autoq_means(bench: Bench, drive: Driver, tmp_path: P
         assert v_scale * 448 == pytest.approx(layer.value.absmax, rel=0.15)
 
     for name, weight in bench.weights(recipe).items():
-        print(name, recipe.formats, differing(found["weights"][name], weight))
+        assert differing(found["weights"][name], weight) < 0.03, name
     mine = bench.kl(recipe)
     assert sum(found["kl"]) == pytest.approx(sum(mine), rel=0.05)
 
@@ -47,3 +48,19 @@ def test_nothing_is_quantized_in_the_cache_unless_asked(bench: Bench, drive: Dri
     assert found["scales"] == {}
     assert found["config"]["kv_cache_scheme"] is None
     assert read_recipe(path) == recipe
+
+
+@pytest.mark.xfail(
+    strict=True, reason="compressed-tensors 0.19: attention modules without a scheme fail once others have one (not reported yet)"
+)
+def test_some_layers_of_the_cache_alone(bench: Bench, drive: Driver, tmp_path: Path) -> None:
+    """Why autoq exports one cache format for all layers: a group that targets some attention modules is a correct recipe, and fails."""
+    path = bench.recipe(["bf16"])
+    _, report = exported(bench, path, "llm-compressor")
+    data = yaml.safe_load(report.files[0].read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": ["model.layers.1.self_attn"], "input_activations": scheme}
+    data["autoq_stage"]["autoq_modifiers"]["QuantizationModifier"]["config_groups"] = {"cache": group}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(data))
+    found = drive("llm-compressor", "llm_compressor", tmp_path / "recipe.yaml", names=[])
+    assert set(found["scales"]) == {"model.layers.1.self_attn"}

@@ -1,6 +1,6 @@
 """vLLM on a CPU: serve checkpoints and cache dtypes one after another, and the KL of their prompt log-probabilities to the original's.
 
-With "stand_ins" the kernels that the processor lacks are plain torch (see stand_ins.py).
+What was refused is served again with plain torch in place of the kernels that the processor lacks (see stand_ins.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ os.environ.update(ENVIRONMENT)  # before vllm is imported
 
 from typing import Any
 
+import stand_ins
 import torch
 from divergence import kl, read_job, write_result
 from vllm import LLM, SamplingParams
@@ -53,18 +54,20 @@ def _table(flat: Any, vocabulary: int) -> torch.Tensor:
 
 
 job = read_job()
-if job["stand_ins"]:
-    import stand_ins
-
-    stand_ins.install()
 original = log_probabilities(job["model"], job["ids"], "auto", [])
-results: dict[str, Any] = {}
-for name, serve in job["serve"].items():
+
+
+def serve(one: dict[str, Any]) -> dict[str, Any]:
     try:
-        changed = log_probabilities(serve["model"], job["ids"], serve.get("kv_cache_dtype", "auto"), serve.get("skip_layers", []))
-        results[name] = {"kl": kl(original, changed)}
+        changed = log_probabilities(one["model"], job["ids"], one["kv_cache_dtype"], one["skip_layers"])
+        return {"kl": kl(original, changed)}
     except Exception as error:
-        results[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         cleanup_dist_env_and_memory()
         gc.collect()
-write_result(results)
+        return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
+
+
+plain = {name: serve(one) for name, one in job["serve"].items()}
+stand_ins.install()
+again = {name: serve(one) for name, one in job["serve"].items() if "error" in plain[name]}
+write_result({"plain": plain, "stand_ins": again})

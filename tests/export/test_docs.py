@@ -1,0 +1,24 @@
+"""docs/export.md says what the code has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoq.export.consumers import CONSUMERS
+
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+
+
+def test_the_table_of_consumers_is_that_of_the_code() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.partition("<!-- consumers -->")[2].partition("<!-- /consumers -->")[0]
+    rows = {
+        cells[0]: cells[1:] for line in table.strip().splitlines()[2:] if (cells := [c.strip() for c in line.strip("|").split("|")])
+    }
+    assert list(rows) == list(CONSUMERS)
+    for name, (what, weights, caches) in rows.items():
+        consumer = CONSUMERS[name]
+        assert what == consumer.what
+        assert weights == ("every format" if consumer.weights is None else ", ".join(consumer.weights))
+        wanted = "every format" if consumer.caches is None else ", ".join(consumer.caches) or "none"
+        assert caches.startswith(wanted)
