@@ -25,7 +25,7 @@ def document(subject: Subject) -> dict[str, Any]:
     """Return the recipe's data."""
     modifier: dict[str, Any] = {"ignore": args.ignored(subject), "config_groups": args.groups(subject, with_packing=False)}
     if (scheme := args.cache_scheme(subject)) is not None:
-        modifier["kv_cache_scheme"] = scheme
+        modifier["kv_cache_scheme"] = scheme | {"observer": "static_minmax"}  # the default is a moving average, which clips
     return {"autoq_stage": {"autoq_modifiers": {"QuantizationModifier": modifier}}}
 
 

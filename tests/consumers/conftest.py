@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from autoq import api, codec
+from autoq import api
 from autoq.api.applying import recipe_assignment
 from autoq.api.entries import provenance, recipe_of
 from autoq.api.exporting import ExportReport
 from autoq.export.consumers import CONSUMERS
+from autoq.formats import reference
 from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, kv_format
 from autoq.measure.calibrate import calibrate
 from autoq.measure.divergence import Yardstick
@@ -73,15 +74,19 @@ class Bench:
         found: list[float] = yardstick.measure(recipe_assignment(recipe, units)).kl.mean(1).tolist()
         return found
 
-    def weights(self, recipe: Recipe) -> dict[str, torch.Tensor]:
-        """Return the rounded weights by module, float32."""
-        units, formats = find_units(self.model), recipe.weight_formats()
-        return {
-            t.name: codec.fake_quantize_weight(self.model.get_parameter(t.parameter).data, formats[u.name]).float()
-            for u in units.weights
-            if not formats[u.name].is_original
-            for t in u.tensors
-        }
+    def weights(self, recipe: Recipe, share_tensor_scales: bool = False) -> dict[str, torch.Tensor]:
+        """Return the rounded weights by module, float32; a unit's tensors under one tensor scale where the consumer shares it."""
+        formats, found = recipe.weight_formats(), {}
+        for unit in find_units(self.model).weights:
+            fmt = formats[unit.name]
+            if fmt.is_original:
+                continue
+            values = {t.name: self.model.get_parameter(t.parameter).data for t in unit.tensors}
+            largest = torch.stack([v.abs().amax() for v in values.values()]).amax().float()
+            for name, value in values.items():
+                absmax = largest if share_tensor_scales and fmt.tensor_scale else None
+                found[name] = reference.fake_quantize(fmt, value, absmax=absmax).to(value.dtype).float()
+        return found
 
 
 @pytest.fixture(scope="module", params=["float32"])

@@ -26,17 +26,22 @@ def test_oneshot_saves_what_autoq_means(bench: Bench, drive: Driver, tmp_path: P
     assert imported.cache_formats() == recipe.cache_formats()
 
     assert set(found["scales"]) == {layer.module for layer in recipe.kv}
-    for layer in recipe.kv:
-        k_scale, v_scale = found["scales"][layer.module]
-        assert k_scale * 448 == pytest.approx(
-            layer.key.absmax, rel=0.15
-        )  # it calibrates with its rounded weights, autoq with the model's
-        assert v_scale * 448 == pytest.approx(layer.value.absmax, rel=0.15)
-
-    for name, weight in bench.weights(recipe).items():
-        assert differing(found["weights"][name], weight) < 0.03, name
+    for name, weight in bench.weights(recipe, share_tensor_scales=True).items():
+        # It works in bfloat16, and keeps the inverse of nvfp4's tensor scale: block scales next to a tie fall on the other side.
+        assert differing(found["weights"][name], weight) < 0.05, name
     mine = bench.kl(recipe)
     assert sum(found["kl"]) == pytest.approx(sum(mine), rel=0.05)
+
+
+def test_the_cache_is_calibrated_as_autoq_does(bench: Bench, drive: Driver) -> None:
+    path = bench.recipe(["bf16"], dict.fromkeys(range(6), ("fp8", "fp8")))
+    recipe, report = exported(bench, path, "llm-compressor")
+    found = drive("llm-compressor", "llm_compressor", report.files[0], names=[])
+    for layer in recipe.kv:
+        k_scale, v_scale = found["scales"][layer.module]
+        assert k_scale * 448 == pytest.approx(layer.key.absmax, rel=0.01)
+        assert v_scale * 448 == pytest.approx(layer.value.absmax, rel=0.01)
+    assert sum(found["kl"]) == pytest.approx(sum(bench.kl(recipe)), rel=0.1)
 
 
 def test_nothing_is_quantized_in_the_cache_unless_asked(bench: Bench, drive: Driver) -> None:
