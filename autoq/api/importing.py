@@ -30,16 +30,23 @@ class Imported:
     """A recipe made of another tool's file.
 
     Attributes:
-        kind: the file's format. path: where the recipe was written.
+        kind: the file's format. path: where the recipe was written. notes: what the file asks for that a recipe does not say.
     """
 
     recipe: recipes.Recipe
     kind: str
     path: Path
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq import --json` prints."""
-        return {"from": self.kind, "recipe": str(self.path), "model": self.recipe.model.id, **self.recipe.totals.model_dump()}
+        return {
+            "from": self.kind,
+            "recipe": str(self.path),
+            "model": self.recipe.model.id,
+            **self.recipe.totals.model_dump(),
+            "notes": list(self.notes),
+        }
 
 
 def import_recipe(
@@ -93,7 +100,7 @@ def import_recipe(
     except OSError as error:
         raise UserError(f"--out {str(target)!r} cannot be made: {error.strerror}") from error
     recipe.write(target)
-    return Imported(recipe, kind, target)
+    return Imported(recipe, kind, target, found.notes)
 
 
 def _by_unit(found: Found, subject: Subject, units: ModelUnits) -> tuple[dict[str, Format], dict[str, KVFormat]]:

@@ -21,11 +21,13 @@ class Found:
     Attributes:
         weights: format by layer name; a layer that is not named stays in 16 bit. caches: (key, value) by attention module.
         problems: keys that match no module, modules that two keys match, numbers that autoq has no word for.
+        notes: what the document also asks for, that a format does not say.
     """
 
     weights: Mapping[str, Format] = field(default_factory=dict)
     caches: Mapping[str, tuple[KVFormat, KVFormat]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 Writer = Callable[[Subject], dict[str, str]]

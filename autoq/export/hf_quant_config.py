@@ -6,6 +6,7 @@ Source: `modelopt.torch.export.quant_utils.process_layer_quant_config` of 0.47, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from autoq import __version__
@@ -82,7 +83,7 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
 
 
 def _is_excluded(name: str, excluded: list[str]) -> bool:
-    return any(name == e or (e.endswith("*") and name.startswith(e[:-1])) for e in excluded)
+    return any(fnmatchcase(name, pattern) for pattern in excluded)
 
 
 def _format(entry: Mapping[str, Any]) -> Format | None:

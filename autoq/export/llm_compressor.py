@@ -7,6 +7,7 @@ modules makes transformers call a hooked attention on all of them, and those wit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoq.errors import UserError
@@ -32,19 +33,24 @@ def document(subject: Subject) -> dict[str, Any]:
 def read(files: Mapping[str, str], subject: Subject) -> Found:
     """Resolve a recipe on the modules of a model."""
     name = next(iter(files))
-    found = list(_modifiers(parse(name, files[name])))
-    if len(found) != 1:
-        raise UserError(f"{name!r} must hold one QuantizationModifier or GPTQModifier with config_groups, and holds {len(found)}")
-    return args.resolve(found[0], subject)
+    found = dict(_modifiers(parse(name, files[name])))
+    with_groups = {key: value for key, value in found.items() if "config_groups" in value}
+    if len(with_groups) != 1:
+        raise UserError(f"{name!r} must hold one modifier with config_groups, and holds {len(with_groups)}")
+    (key, modifier), *_ = with_groups.items()
+    others = [other for other in found if other != key] + ([key] if key != "QuantizationModifier" else [])
+    notes = (
+        (f"{', '.join(others)} changes weights before or while they are rounded: autoq rounds them as they are",) if others else ()
+    )
+    return replace(args.resolve(modifier, subject), notes=notes)
 
 
-def _modifiers(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = []
+def _modifiers(data: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, arguments) of every modifier, in whatever stages they are."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
     for key, value in data.items():
-        if key in ("QuantizationModifier", "GPTQModifier") and isinstance(value, Mapping) and "config_groups" in value:
-            found.append(value)
-        elif isinstance(value, Mapping):
-            found += _modifiers(value)
+        if isinstance(value, Mapping):
+            found += [(str(key), value)] if str(key).endswith("Modifier") else _modifiers(value)
     return found
 
 

@@ -96,6 +96,8 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
             problems.append(f"{pattern} matches nothing in the model")
         for quantizer in matched:
             resolved[quantizer] = (dict(config) if isinstance(config, Mapping) else {"num_bits": 8}) if is_on else None
+    unsaid = [q for q, config in resolved.items() if config is not None and q.endswith(("output_quantizer", "q_bmm_quantizer"))]
+    problems += [f"{quantizer} is on, and autoq has no format for what it quantizes" for quantizer in unsaid]
     weights: dict[str, Format] = {}
     for layer in subject.layers:
         weight, inputs = resolved[f"{layer.name}.weight_quantizer"], resolved[f"{layer.name}.input_quantizer"]
@@ -116,7 +118,10 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
                 problems.append(f"{attention.name}.{quantizer}: {config} is no cache format of autoq")
             sides.append(kv_format(fmt_name) if fmt_name else KV_ORIGINAL)
         caches[attention.name] = (sides[0], sides[1])
-    return Found(weights, caches, tuple(problems))
+    algorithm = data["quantize"].get("algorithm", "max")
+    plain = algorithm in ("max", None) or (isinstance(algorithm, Mapping) and algorithm.get("method") == "max")
+    notes = () if plain else (f"its algorithm {algorithm} changes weights before they are rounded: autoq rounds them as they are",)
+    return Found(weights, caches, tuple(problems), notes)
 
 
 _ELEMENTS = {(4, 3): "e4m3", (2, 1): "e2m1", (8, 0): "e8m0"}

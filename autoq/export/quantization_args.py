@@ -180,7 +180,7 @@ def _plain(args: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _format(group: Mapping[str, Any]) -> Format | None:
     weights, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, Mapping):
+    if not isinstance(weights, Mapping) or group.get("output_activations"):
         return None
     for name, (known, known_inputs, _) in SCHEMES.items():
         if _plain(known) == _plain(weights) and _plain(known_inputs) == _plain(inputs):
@@ -192,5 +192,9 @@ def _format(group: Mapping[str, Any]) -> Format | None:
 
 
 def _words(group: Mapping[str, Any]) -> str:
-    parts = [f"{k} {_plain(group[k])}" for k in ("weights", "input_activations") if isinstance(group.get(k), Mapping)]
+    parts = [
+        f"{k} {_plain(group[k])}"
+        for k in ("weights", "input_activations", "output_activations")
+        if isinstance(group.get(k), Mapping)
+    ]
     return "; ".join(parts) or "it has no weights"

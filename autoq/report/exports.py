@@ -85,4 +85,4 @@ def import_view(imported: Imported) -> RenderableType:
     )
     lines.add_row("KV cache", f"{totals.kv_bits:.4g} bits a value")
     lines.add_row("next", f"autoq show {imported.path}; autoq validate {imported.path} measures it")
-    return lines
+    return Group(lines, *(Text(f"note: {note}", style="yellow") for note in imported.notes))
