@@ -38,7 +38,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
 
     @register_dataset("the job's")
-    def text(tokenizer: object, seqlen: int, **_: object) -> datasets.Dataset:
+    def text(*_: object, **__: object) -> datasets.Dataset:
         return datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
     scheme = AutoScheme(

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 WEIGHTS = {"int4_g64": {"num_bits": 4, "block_sizes": {-1: 64}}, "int8": {"num_bits": 8, "axis": 0}}
-BATCH = 4
 
 
 def candidate(weight: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +36,8 @@ def main() -> None:
     by_gradient = job["method"] == "gradient"
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     ids = torch.tensor(job["ids"])
-    batches = [{"input_ids": part} for part in ids.split(BATCH)]
+    size = job.get("batch", 4)
+    batches = [{"input_ids": part} for part in ids.split(size)]
 
     def forward_step(changed: Any, batch: dict[str, torch.Tensor]) -> Any:
         out = changed(**batch, use_cache=False)
@@ -52,7 +52,7 @@ def main() -> None:
         model, constraints={"effective_bits": job["bits"], "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
         quantization_formats=[candidate(w) for w in WEIGHTS.values()], data_loader=batches, forward_step=forward_step,
         loss_func=loss if by_gradient else None, disabled_layers=["*lm_head*"], num_calib_steps=1,
-        num_score_steps=max(1, job.get("score_sequences", len(ids)) // BATCH), method=job["method"], verbose=False,
+        num_score_steps=max(1, job.get("score_sequences", len(ids)) // size), method=job["method"], verbose=False,
     )  # fmt: skip
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}

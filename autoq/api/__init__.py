@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autoq.api.applying import assignment_of, check_names, quantized, recipe_assignment
 from autoq.api.checking import Checked, check
 from autoq.api.confirming import UniformResult
-from autoq.api.exporting import ExportReport, export, export_all
+from autoq.api.exporting import ExportRefusedError, ExportReport, export, export_all
 from autoq.api.fronts import FrontResult, MeasuredPoint, front
 from autoq.api.importing import Imported, import_recipe
 from autoq.api.plan import Plan, make_plan
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checked",
+    "ExportRefusedError",
     "ExportReport",
     "FrontResult",
     "Imported",

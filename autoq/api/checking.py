@@ -9,11 +9,13 @@ from typing import Any
 
 from autoq import recipe as recipes
 from autoq.api.entries import totals
+from autoq.cost.bits import unit_bits
 from autoq.cost.engines import Engine, engine_of, loads
 from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
 from autoq.export.consumers import consumer_of
 from autoq.export.fitting import fit
+from autoq.export.limits import priced_tokens
 from autoq.export.subject import KV_ORIGINAL, ORIGINAL, bare_subject
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import Format, KVFormat
@@ -125,8 +127,12 @@ def _sums(recipe: recipes.Recipe, units: ModelUnits, caches: dict[str, KVFormat]
     if set(formats) != {u.name for u in units.weights}:
         yield "the units have other names than the model's: `autoq search` writes the names that the sums are made by"
         return
-    found = totals(units, formats, caches, recipe.budget.context, recipe.budget.batch)
-    for name in ("bits", "kv_bits", "weight_bytes"):
+    for unit in units.weights:
+        entry, stored = recipe.weights[unit.name], unit_bits(unit, formats[unit.name]) / unit.numel
+        if entry.numel != unit.numel or abs(entry.bits - stored) > 1e-4 * stored:
+            yield f"{unit.name} says {entry.numel:,} values of {entry.bits:g} bits, and has {unit.numel:,} of {stored:.6g}"
+    found = totals(units, formats, caches, priced_tokens(recipe.budget), recipe.budget.batch)
+    for name in ("bits", "bits_whole_model", "kv_bits", "weight_bytes", "kv_bytes"):
         says, is_ = getattr(recipe.totals, name), getattr(found, name)
         if abs(says - is_) > 1e-6 * max(1.0, is_):
             yield f"totals.{name} says {says:.6g}, and the formats come to {is_:.6g}"

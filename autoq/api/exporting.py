@@ -14,7 +14,8 @@ from autoq.errors import AutoqError, UserError, unknown
 from autoq.export.consumer import ROUNDS, Consumer, same_numbers
 from autoq.export.consumers import CONSUMERS, consumer_of
 from autoq.export.fitting import Loss, fit
-from autoq.export.subject import Subject, bare_subject
+from autoq.export.limits import priced_tokens
+from autoq.export.subject import KV_ORIGINAL, Subject, bare_subject
 from autoq.formats.format import KVFormat
 from autoq.model import load
 from autoq.model.units import find_units
@@ -57,6 +58,14 @@ class ExportReport:
         }  # fmt: skip
 
 
+class ExportRefusedError(UserError):
+    """A consumer lacks something of a recipe, and nothing was written; `report` says what."""
+
+    def __init__(self, report: ExportReport) -> None:
+        super().__init__(report.refused)
+        self.report = report
+
+
 def export(
     recipe: recipes.Recipe | Path | str, to: str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
 ) -> ExportReport:
@@ -68,13 +77,13 @@ def export(
             the next better format it has.
         model: where the model is, by default the one that the recipe names; its config is enough.
 
-    Raises UserError where something would be lost that `rounding` does not allow.
+    Raises ExportRefusedError where something would be lost that `rounding` does not allow: its `report` names every loss.
     """
-    subject, totals = _subject(recipe, model)
+    subject = _subject(recipe, model)
     folder = _folder(subject, consumer_of(to).name, out)
-    report = _export(subject, totals, consumer_of(to), folder, _round(rounding))
+    report = _export(subject, consumer_of(to), folder, _round(rounding))
     if report.refused is not None:
-        raise UserError(report.refused)
+        raise ExportRefusedError(report)
     return report
 
 
@@ -82,14 +91,14 @@ def export_all(
     recipe: recipes.Recipe | Path | str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
 ) -> list[ExportReport]:
     """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
-    subject, totals = _subject(recipe, model)
+    subject = _subject(recipe, model)
     found = []
     for name, consumer in CONSUMERS.items():
         folder = _folder(subject, name, Path(out) / name if out is not None else None)
         try:
-            found.append(_export(subject, totals, consumer, folder, _round(rounding)))
-        except UserError as error:
-            found.append(ExportReport(name, consumer.what, (), str(error), (), (), 0.0, 0.0, 0.0, totals.bits, totals.kv_bits))
+            found.append(_export(subject, consumer, folder, _round(rounding)))
+        except UserError as error:  # names that the consumer has none for, a folder that cannot be made
+            found.append(replace(_report(subject, consumer)[0], refused=str(error)))
     return found
 
 
@@ -99,10 +108,10 @@ def _round(rounding: str) -> int:
     return ROUNDS.index(rounding)
 
 
-def _subject(recipe: recipes.Recipe | Path | str, model: str | None) -> tuple[Subject, recipes.TotalsEntry]:
+def _subject(recipe: recipes.Recipe | Path | str, model: str | None) -> Subject:
     path = None if isinstance(recipe, recipes.Recipe) else Path(recipe)
     loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
-    return replace(subject_of(loaded, model), recipe=path), loaded.totals
+    return replace(subject_of(loaded, model), recipe=path)
 
 
 def subject_of(recipe: recipes.Recipe, model: str | None = None) -> Subject:
@@ -113,13 +122,19 @@ def subject_of(recipe: recipes.Recipe, model: str | None = None) -> Subject:
         raise UserError(f"the recipe is for a {recipe.model.architecture}, and {source.name!r} is a {type(empty).__name__}")
     units = find_units(empty, ("lm_head",) if any(e.role == "head" for e in recipe.weights.values()) else ())
     check_names(recipe, units)
+    for unit in units.weights:
+        listed = recipe.weights[unit.name].tensors if unit.name in recipe.weights else ()
+        if missing := [t.name for t in unit.tensors if t.name not in listed]:
+            raise UserError(
+                f"the recipe says nothing of {missing[0]}, which belongs to {unit.name}: `autoq check` names everything"
+            )
     subject = bare_subject(empty, units, source.name, recipe.provenance.dtype)
     by_unit, by_cache = recipe.weight_formats(), recipe.cache_formats()
     weights = {layer.name: by_unit[layer.unit] for layer in subject.layers if layer.unit in by_unit}
     caches: dict[str, tuple[KVFormat, KVFormat]] = {
         a.name: (by_cache[f"{a.name}.key"], by_cache[f"{a.name}.value"]) for a in subject.attentions if f"{a.name}.key" in by_cache
     }
-    subject = replace(subject, tokens=recipe.budget.context, batch=recipe.budget.batch)
+    subject = replace(subject, tokens=priced_tokens(recipe.budget), batch=recipe.budget.batch)
     return subject.with_formats(weights, caches)
 
 
@@ -129,14 +144,21 @@ def _folder(subject: Subject, name: str, out: Path | str | None) -> Path:
     return (subject.recipe.parent if subject.recipe is not None else Path()) / "export" / name
 
 
-def _export(subject: Subject, totals: recipes.TotalsEntry, consumer: Consumer, folder: Path, allowed: int) -> ExportReport:
-    """Fit, write in memory, read back by the consumer's own rules, and only then write the files."""
+def _report(subject: Subject, consumer: Consumer) -> tuple[ExportReport, Subject]:
+    """Return what an export loses and costs, with nothing written yet, and the subject as the consumer has it."""
     fitted, losses = fit(subject, consumer)
     cost, (kv_bits, kv_values) = fitted.weight_cost(consumer.overhead), fitted.kv_cost()
     report = ExportReport(
         consumer.name, consumer.what, (), None, tuple(losses), consumer.notes, cost.effective, cost.whole_model,
-        kv_bits / max(1, kv_values), totals.bits, totals.kv_bits,
+        kv_bits / max(1, kv_values), subject.weight_cost().effective, subject.kv_cost()[0] / max(1, kv_values),
     )  # fmt: skip
+    return report, fitted
+
+
+def _export(subject: Subject, consumer: Consumer, folder: Path, allowed: int) -> ExportReport:
+    """Fit, write in memory, read back by the consumer's own rules, and only then write the files."""
+    report, fitted = _report(subject, consumer)
+    losses = report.losses
     beyond = [loss for loss in losses if ROUNDS.index(loss.needs) > allowed]
     if beyond:
         return replace(report, refused=_refusal(consumer, beyond))
@@ -163,6 +185,10 @@ def _check(consumer: Consumer, subject: Subject, files: dict[str, str]) -> None:
         got = found.weights.get(layer.name)
         if (got is None) != layer.format.is_original or (got is not None and not same_numbers(got, layer.format)):
             problems.append(f"{layer.name} would be {got.name if got else 'bf16'}, not {layer.format.name}")
+    for attention in subject.attentions:
+        pair = found.caches.get(attention.name, (KV_ORIGINAL, KV_ORIGINAL))
+        if (pair[0].name, pair[1].name) != (attention.key.name, attention.value.name):
+            problems.append(f"the cache of {attention.name} would be {pair[0].name} and {pair[1].name}")
     for unit in subject.units.weights:
         if len({found.weights[t.name].name if t.name in found.weights else "bf16" for t in unit.tensors}) > 1:
             problems.append(f"the tensors of {unit.name} would differ")

@@ -51,7 +51,12 @@ def export(
         if all(r.refused for r in reports):
             raise typer.Exit(1)
         return
-    report = api.export(path, to, out, rounding, model)
+    try:
+        report = api.export(path, to, out, rounding, model)
+    except api.ExportRefusedError as refused:
+        if as_json:
+            print_json(refused.report.to_json())
+        raise
     if as_json:
         print_json(report.to_json())
     else:

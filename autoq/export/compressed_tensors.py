@@ -49,6 +49,5 @@ CONSUMER = Consumer(
     write,
     read,
     refuses=args.refuses,
-    loads_packed=True,
     notes=("it describes packed weights: the checkpoint has to hold them",),
 )

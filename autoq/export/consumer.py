@@ -43,8 +43,7 @@ class Consumer:
             every one. caches: the same for K and V. mixing: how cache formats may differ (see `autoq.cost.engines`).
         write: subject -> text by file name; every format in the subject is one of the consumer's. read: the way back, by the
             consumer's own matching rules; it also checks what `write` wrote. Its first argument is text by file name.
-        layouts: of weights that it can quantize. loads_packed: it loads bytes that someone else packed, so that rounding variants
-            of its formats are its formats too. overhead: bits that it stores for every block beyond ours, by format name.
+        layouts: of weights that it can quantize. overhead: bits that it stores of a layer beyond its format.
         refuses: says why it cannot take a layer in a format, or None.
         notes: what a user has to know of any document written for it.
     """
@@ -57,9 +56,8 @@ class Consumer:
     write: Writer
     read: Reader | None = None
     layouts: tuple[str, ...] = ("linear",)
-    overhead: Mapping[str, int] = field(default_factory=dict)
+    overhead: Callable[[Layer], int] = lambda layer: 0
     refuses: Callable[[Layer, Format], str | None] = lambda layer, fmt: None
-    loads_packed: bool = False
     notes: tuple[str, ...] = ()
 
     def has(self, fmt: Format) -> bool:

@@ -84,9 +84,7 @@ def _fit_unit(layers: list[Layer], wanted: Format, consumer: Consumer) -> tuple[
             return exact, None, ""
         why = f"{consumer.name} cannot: {refused}"
     elif alike:
-        if (refused := takes(alike[0])) is None and consumer.loads_packed:
-            return alike[0], None, ""
-        if refused is None:
+        if (refused := takes(alike[0])) is None:
             return alike[0], f"the same bytes, but {consumer.name} picks the scales by itself ({alike[0].name})", "scales"
         why = f"{consumer.name} cannot: {refused}"
     shapes = [layer.shape for layer in layers]

@@ -15,7 +15,7 @@ from autoq.export.consumer import Consumer, Found
 from autoq.export.documents import parse, to_json
 from autoq.export.integers import integer
 from autoq.export.subject import Layer, Subject
-from autoq.formats.format import Format
+from autoq.formats.format import Format, IntElement
 
 _LAYERS: dict[str, dict[str, Any]] = {
     "int8_half": {"bits": 8, "group_size": -1, "sym": True},
@@ -59,6 +59,8 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
             continue
         if len(matched) > 1:
             problems.append(f"{layer.name} is matched by {' and by '.join(key for key, _ in matched)}")
+        if matched and not isinstance(matched[0][1], Mapping):
+            raise UserError(f"{name!r}: the settings of {matched[0][0]!r} must be a mapping, and are {matched[0][1]!r}")
         settings = {**DEFAULTS, **{k: data[k] for k in DEFAULTS if k in data}, **(matched[0][1] if matched else {})}
         group = settings["group_size"]
         weights[layer.name] = integer(settings["bits"], None if group == -1 else group, settings["sym"], "half_step")
@@ -81,6 +83,13 @@ def _refuses(layer: Layer, fmt: Format) -> str | None:
     return None
 
 
+def _overhead(layer: Layer) -> int:
+    """Bits of the zero points of symmetric groups, and of g_idx: the group of every input, in 32 bits."""
+    element = layer.format.element
+    zeros = layer.blocks * element.bits if isinstance(element, IntElement) and not element.asymmetric else 0
+    return zeros + 32 * layer.width
+
+
 CONSUMER = Consumer(
     "gptqmodel",
     "the arguments of `QuantizeConfig`, with every layer in `dynamic`",
@@ -89,7 +98,7 @@ CONSUMER = Consumer(
     "one",
     write,
     read,
-    overhead={"int8_half": 8, "int4_g128_half": 4, "int4_g64_half": 4},
+    overhead=_overhead,
     refuses=_refuses,
     notes=("GPTQ spreads rounding errors over the columns: it damages less than autoq's measurement of plain rounding",),
 )

@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "nvfp4": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
     "nvfp4_w4a4": {"quant_algo": "NVFP4", "group_size": 16},
 }
-CACHES = {"fp8": "FP8", "fp8_cast": "FP8", "nvfp4": "NVFP4"}
+CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
 
 
 def document(subject: Subject) -> dict[str, Any] | None:
@@ -57,18 +57,23 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     """Resolve the file on the modules of a model: names are exact, or of everything that is not excluded."""
     name = next(iter(files))
     data = parse(name, files[name])
-    found = data.get("quantization", data)
+    found = data.get("quantization", data.get("quantization_config", data))
     if not isinstance(found, Mapping) or "quant_algo" not in found:
         raise UserError(f"{name!r} has no 'quant_algo': is it of another tool?")
     problems: list[str] = []
     weights: dict[str, Format] = {}
     layers = {layer.name: layer for layer in subject.layers}
+    excluded = [str(e) for e in found.get("exclude_modules") or found.get("ignore") or []]
+    exact = [e for e in excluded if not any(c in e for c in "*?[")]
+    problems += [f"{e} is excluded, and the model has no such module" for e in exact if e not in subject.modules]
     if found["quant_algo"] == "MIXED_PRECISION":
         named: Mapping[str, Any] = found.get("quantized_layers") or {}
+        if not isinstance(named, Mapping) or not all(isinstance(entry, Mapping) for entry in named.values()):
+            raise UserError(f"{name!r}: quantized_layers must map names to algorithms")
         unknown = [key for key in named if key not in layers]
         problems += [f"{key} matches nothing in the model" for key in unknown]
+        problems += [f"{key} is quantized and excluded" for key in named if _is_excluded(key, excluded)]
     else:
-        excluded = [str(e) for e in found.get("exclude_modules") or []]
         named = {n: found for n, layer in layers.items() if layer.unit is not None and not _is_excluded(n, excluded)}
     for layer, entry in named.items():
         if layer not in layers:
@@ -83,7 +88,8 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
 
 
 def _is_excluded(name: str, excluded: list[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in excluded)
+    """True by an exact name, a glob, or as a part of a module that is excluded whole (vLLM's rule)."""
+    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in excluded)
 
 
 def _format(entry: Mapping[str, Any]) -> Format | None:
@@ -96,7 +102,9 @@ def _format(entry: Mapping[str, Any]) -> Format | None:
 
 def _caches(found: Mapping[str, Any], subject: Subject) -> tuple[dict[str, tuple[KVFormat, KVFormat]], list[str]]:
     names = {"FP8": kv_format("fp8"), "NVFP4": kv_format("nvfp4"), "NVFP4_AFFINE": kv_format("nvfp4_affine"), None: KV_ORIGINAL}
-    everywhere = found.get("kv_cache_quant_algo")
+    scheme = found.get("kv_cache_scheme")
+    by_bits = {8: "FP8", 4: "NVFP4"}.get(int(scheme.get("num_bits", 0))) if isinstance(scheme, Mapping) else None
+    everywhere = found.get("kv_cache_quant_algo") or by_bits
     by_layer: Mapping[str, Any] = found.get("kv_cache_quantized_layers") or {}
     caches, problems = {}, []
     modules = {a.name for a in subject.attentions}

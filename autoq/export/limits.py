@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autoq.cost.engines import ENGINES, Engine, loads, stored
+from autoq.budget import Budgets
+from autoq.cost.engines import ENGINES, Engine, engine_of, loads, stored
 from autoq.export.consumer import Consumer
+from autoq.export.consumers import consumer_of
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import Format
+from autoq.recipe import BudgetEntry
 
 
 def computed(consumer: Consumer, formats: Iterable[Format]) -> tuple[Format, ...]:
@@ -37,3 +40,11 @@ def serving(consumer: Consumer, engine: Engine) -> Engine:
     if engine.weights is not None:
         weights = frozenset(n for n, f in WEIGHT_FORMATS.items() if loads(engine, f, WEIGHT_FORMATS))
     return replace(engine, kv_formats=frozenset.intersection(*both) if both else None, mixing=mixing, weights=weights)
+
+
+def priced_tokens(budget: BudgetEntry) -> int:
+    """Return the tokens that a recipe's cache is priced at: its context, in whole pages of the engine that it was searched for."""
+    engine = engine_of(budget.engine)
+    if budget.consumer != "none":
+        engine = serving(consumer_of(budget.consumer), engine)
+    return Budgets(context=budget.context, page=engine.page).tokens

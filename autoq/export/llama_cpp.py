@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 
 from autoq.errors import UserError
 from autoq.export.consumer import Consumer, Found
-from autoq.export.subject import Layer, Subject
-from autoq.formats.catalog import WEIGHT_FORMATS
+from autoq.export.subject import KV_ORIGINAL, Layer, Subject
+from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
 from autoq.formats.format import Format
 
 _TYPES = {"q8_0": "q8_0", "q5_0": "q5_0", "q4_0": "q4_0", "mxfp4": "mxfp4"}
@@ -28,6 +29,7 @@ BASE = "Q5_1"
 def write(subject: Subject) -> dict[str, str]:
     """Return tensor-types.txt and quantize-and-serve.sh."""
     names = gguf_names(subject)
+    head = next((_TYPES.get(la.format.name, "bf16") for la in subject.layers if names.get(la.name) == "output.weight"), "bf16")
     lines = [
         f"^{re.escape(names[layer.name])}$={_TYPES.get(layer.format.name, 'bf16')}"
         for layer in subject.layers
@@ -40,7 +42,7 @@ def write(subject: Subject) -> dict[str, str]:
     flags = f" -ctk {next(iter(keys))} -ctv {next(iter(values))}" if keys and keys | values != {"bf16"} else ""
     script = (
         "#!/bin/sh\n# sh quantize-and-serve.sh MODEL-BF16.gguf MODEL.gguf\nset -e\n"
-        f'llama-quantize --tensor-type-file tensor-types.txt --token-embedding-type bf16 --output-tensor-type bf16 "$1" "$2" {BASE}\n'
+        f'llama-quantize --tensor-type-file tensor-types.txt --token-embedding-type bf16 --output-tensor-type {head} "$1" "$2" {BASE}\n'
         f'exec llama-server -m "$2"{flags}{" -fa on" if flags else ""}\n'
     )
     return {"tensor-types.txt": "\n".join(lines) + "\n", "quantize-and-serve.sh": script}
@@ -67,6 +69,7 @@ def gguf_names(subject: Subject) -> dict[str, str]:
 def read(files: Mapping[str, str], subject: Subject) -> Found:
     """Resolve a list of tensor types (`regular expression=type` a line) on the modules of a model."""
     file, text = next(iter(files.items()))
+    script = files.get("quantize-and-serve.sh")  # as `write` gives it beside the types
     rules: list[tuple[str, re.Pattern[str], str]] = []
     for line in text.splitlines():
         pattern, _, kind = line.strip().rpartition("=")
@@ -78,7 +81,12 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
             raise UserError(f"{file!r}: {pattern!r} is no regular expression: {error}") from error
         if not pattern:
             raise UserError(f"{file!r}: {line!r} is not a line like blk.0.attn_q=q8_0")
-    return resolve(rules, subject)
+    found = resolve(rules, subject)
+    if script is None:
+        return found
+    sides = [re.search(rf"-ct{side} (\w+)", script) for side in "kv"]
+    key, value = (kv_format(side[1]) if side else KV_ORIGINAL for side in sides)
+    return replace(found, caches={a.name: (key, value) for a in subject.attentions})
 
 
 def resolve(rules: list[tuple[str, re.Pattern[str], str]], subject: Subject) -> Found:
@@ -87,6 +95,7 @@ def resolve(rules: list[tuple[str, re.Pattern[str], str]], subject: Subject) -> 
     weights: dict[str, Format] = {}
     unknown: dict[str, int] = {}
     problems: list[str] = []
+    notes: list[str] = []
     for layer, name in gguf_names(subject).items():
         matched = [(text, kind) for text, pattern, kind in rules if pattern.search(name)]
         used |= {text for text, _ in matched}
@@ -97,9 +106,16 @@ def resolve(rules: list[tuple[str, re.Pattern[str], str]], subject: Subject) -> 
             weights[layer] = WEIGHT_FORMATS[kind]
         elif kind not in _PLAIN:
             unknown[kind] = unknown.get(kind, 0) + 1
-    problems += [f"{text} matches nothing in the model" for text, _, _ in rules if text not in used and text.startswith("^")]
+    others = {f"{n}.weight" for n in ("token_embd", "output")}
+    for text, pattern, kind in rules:
+        if text in used or kind in _PLAIN:
+            continue
+        if any(pattern.search(other) for other in others):
+            notes.append(f"{text} in {kind} is left out: autoq counts it with 16 bit")
+        else:
+            problems.append(f"{text} matches nothing in the model")
     problems += [f"{count} tensors are in {kind}, which is no format of autoq" for kind, count in unknown.items()]
-    return Found(weights, {}, tuple(problems))
+    return Found(weights, {}, tuple(problems), tuple(notes))
 
 
 def read_gguf(path: Path, subject: Subject) -> Found:

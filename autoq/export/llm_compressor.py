@@ -33,16 +33,17 @@ def document(subject: Subject) -> dict[str, Any]:
 def read(files: Mapping[str, str], subject: Subject) -> Found:
     """Resolve a recipe on the modules of a model."""
     name = next(iter(files))
-    found = dict(_modifiers(parse(name, files[name])))
-    with_groups = {key: value for key, value in found.items() if "config_groups" in value}
-    if len(with_groups) != 1:
-        raise UserError(f"{name!r} must hold one modifier with config_groups, and holds {len(with_groups)}")
-    (key, modifier), *_ = with_groups.items()
-    others = [other for other in found if other != key] + ([key] if key != "QuantizationModifier" else [])
-    notes = (
-        (f"{', '.join(others)} changes weights before or while they are rounded: autoq rounds them as they are",) if others else ()
-    )
-    return replace(args.resolve(modifier, subject), notes=notes)
+    found = _modifiers(parse(name, files[name]))
+    rounding = [(key, m) for key, m in found if any(m.get(k) for k in ("config_groups", "scheme", "kv_cache_scheme"))]
+    if len(rounding) != 1:
+        raise UserError(
+            f"{name!r} must hold one modifier with config_groups, a scheme or kv_cache_scheme, and holds {len(rounding)}"
+        )
+    ((key, modifier),) = rounding
+    others = [other for other, m in found if m is not modifier] + ([key] if key != "QuantizationModifier" else [])
+    words = f"{', '.join(others)} changes weights before or while they are rounded: autoq rounds them as they are"
+    resolved = args.resolve(args.expanded(modifier), subject)
+    return replace(resolved, notes=(*resolved.notes, words) if others else resolved.notes)
 
 
 def _modifiers(data: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -15,7 +15,7 @@ from autoq.export.documents import at, parse, to_json
 from autoq.export.integers import integer
 from autoq.export.subject import Layer, Subject
 from autoq.formats.catalog import WEIGHT_FORMATS
-from autoq.formats.format import Format
+from autoq.formats.format import Format, IntElement
 
 
 def _affine(bits: int, group: int) -> dict[str, Any]:
@@ -74,6 +74,12 @@ def _refuses(layer: Layer, fmt: Format) -> str | None:
     return None
 
 
+def _overhead(layer: Layer) -> int:
+    """Bits of an offset of 16 bits in place of a zero point, for every affine group."""
+    element = layer.format.element
+    return (16 - element.bits) * layer.blocks if isinstance(element, IntElement) else 0
+
+
 CONSUMER = Consumer(
     "mlx",
     "the quantization of a config.json, for mlx-lm",
@@ -82,7 +88,7 @@ CONSUMER = Consumer(
     "one",
     write,
     read,
-    overhead={"int8_g64_asym": 8, "int4_g64_asym": 12, "int4_g32_asym": 12, "int3_g64_asym": 13, "int2_g32_asym": 14},
+    overhead=_overhead,
     refuses=_refuses,
     notes=("MLX stores an offset of 16 bits for every group where autoq has an integer zero point: nearly the same values", "not run here: MLX needs Apple silicon"),
 )  # fmt: skip

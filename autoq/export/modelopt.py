@@ -86,16 +86,28 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     }
     quantizers |= {f"{a.name}.{q}": None for a in subject.attentions for q in ("q_bmm_quantizer", *(q for q, _ in _SIDES))}
     resolved: dict[str, dict[str, Any] | None] = dict(quantizers)
+    classes = {layer.name: "nn.Linear" for layer in subject.layers} | {a.name: a.class_name for a in subject.attentions}
+    notes: list[str] = []
+    named: set[str] = set()
     for entry in entries:
+        if isinstance(entry, Mapping) and any("import" in str(key) for key in entry):
+            raise UserError(
+                f"{name!r} imports other files: write it out whole first, with yaml.safe_dump of load_recipe(...).model_dump()"
+            )
         if not isinstance(entry, Mapping) or not isinstance(entry.get("quantizer_name"), str):
             raise UserError(f"{name!r}: every entry of quant_cfg needs a quantizer_name")
-        pattern, config = entry["quantizer_name"], entry.get("cfg")
-        is_on = entry.get("enable", True)
-        matched = [q for q in resolved if fnmatchcase(q, pattern)]
-        if not matched and is_on and "*" not in pattern:
-            problems.append(f"{pattern} matches nothing in the model")
+        pattern, config, parent = entry["quantizer_name"], entry.get("cfg"), entry.get("parent_class")
+        if config is not None and not isinstance(config, Mapping):
+            raise UserError(f"{name!r}: the cfg of {pattern} must be a mapping, and is {config!r}")
+        is_on, is_exact = entry.get("enable", True), not any(c in pattern for c in "*?[")
+        matched = [q for q in resolved if fnmatchcase(q, pattern) and parent in (None, classes[q.rpartition(".")[0]])]
+        if not matched and parent is None and (pattern.rpartition(".")[0] not in subject.modules if is_exact else is_on):
+            (problems if is_exact else notes).append(f"{pattern} matches nothing in the model")
+        if is_exact and pattern in named:
+            problems.append(f"{pattern} is set twice")
+        named.add(pattern)
         for quantizer in matched:
-            resolved[quantizer] = (dict(config) if isinstance(config, Mapping) else {"num_bits": 8}) if is_on else None
+            resolved[quantizer] = dict(config or {"num_bits": 8}) if is_on else None
     unsaid = [q for q, config in resolved.items() if config is not None and q.endswith(("output_quantizer", "q_bmm_quantizer"))]
     problems += [f"{quantizer} is on, and autoq has no format for what it quantizes" for quantizer in unsaid]
     weights: dict[str, Format] = {}
@@ -120,8 +132,13 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
         caches[attention.name] = (sides[0], sides[1])
     algorithm = data["quantize"].get("algorithm", "max")
     plain = algorithm in ("max", None) or (isinstance(algorithm, Mapping) and algorithm.get("method") == "max")
-    notes = () if plain else (f"its algorithm {algorithm} changes weights before they are rounded: autoq rounds them as they are",)
-    return Found(weights, caches, tuple(problems), notes)
+    if not plain:
+        notes.append(f"its algorithm {algorithm} changes weights before they are rounded: autoq rounds them as they are")
+    if "hf_quant_config.json" in files:  # as `write` gives it beside the recipe
+        beside = hf_quant_config.read({"hf_quant_config.json": files["hf_quant_config.json"]}, subject)
+        if beside.weights != weights or beside.problems:
+            problems.append(f"hf_quant_config.json says something else {beside.problems}")
+    return Found(weights, caches, tuple(problems), tuple(notes))
 
 
 _ELEMENTS = {(4, 3): "e4m3", (2, 1): "e2m1", (8, 0): "e8m0"}
@@ -135,7 +152,7 @@ def _plain(config: Mapping[Any, Any] | None) -> Any:
     for key, value in config.items():
         if isinstance(value, list):
             value = _ELEMENTS.get(tuple(value), value)
-        if key == "enable" or (key in ("axis", "block_sizes", "bias", "rotate") and not value and value != 0):
+        if key in ("enable", "effective_bits") or (key in ("axis", "block_sizes", "bias", "rotate") and not value and value != 0):
             continue
         if key == "block_sizes":
             value = {int(k) if str(k).lstrip("-").isdigit() else k: v for k, v in value.items()}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoq.errors import UserError
+from autoq.errors import UserError, unknown
 from autoq.export.consumer import Found
 from autoq.export.integers import integer
 from autoq.export.subject import KV_ORIGINAL, Layer, Subject
@@ -111,6 +111,10 @@ def resolve(config: Mapping[str, Any], subject: Subject) -> Found:
     for target, name in targets:
         if not any(_rank(target, module, kind) for module, kind in modules.items()):
             problems.append(f"the target {target} of {name} matches nothing in the model")
+    problems += [f"{e} is ignored, and the model has no such module" for e in ignore if not _is_known(e, subject)]
+    problems += [
+        f"{key} is set, and autoq has no format for it" for key in ("transform_config", "sparsity_config") if config.get(key)
+    ]
     weights: dict[str, Format] = {}
     for layer in linear:
         if any(_rank(e, layer.name, "Linear") for e in ignore):
@@ -127,15 +131,25 @@ def resolve(config: Mapping[str, Any], subject: Subject) -> Found:
             problems.append(f"{layer.name}: {matches[0][1]} is no format of autoq ({_words(group)})")
         else:
             weights[layer.name] = fmt
-    caches = {}
-    scheme = config.get("kv_cache_scheme")
-    if scheme:
-        known = next((n for n, c in CACHES.items() if _plain(c) == _plain(scheme)), None)
-        if known is None:
-            problems.append(f"kv_cache_scheme is no cache format of autoq ({_words({'weights': scheme})})")
-        fmt_kv = kv_format(known) if known else KV_ORIGINAL
-        caches = {a.name: (fmt_kv, fmt_kv) for a in subject.attentions}
-    return Found(weights, caches, tuple(problems))
+    caches, notes = {}, []
+    for attention in subject.attentions:
+        scheme, where = config.get("kv_cache_scheme"), "kv_cache_scheme"
+        for target, name in targets:
+            if _rank(target, attention.name, attention.class_name):
+                scheme, where = schemes[name].get("input_activations"), name
+                notes.append(f"{name} quantizes the queries of {target} too, which a recipe does not say")
+        if scheme:
+            known = next((n for n, c in CACHES.items() if _plain(c) == _plain(scheme)), None)
+            if known is None:
+                problems.append(f"{where} is no cache format of autoq ({_words({'weights': scheme})})")
+            fmt_kv = kv_format(known) if known else KV_ORIGINAL
+            caches[attention.name] = (fmt_kv, fmt_kv)
+    return Found(weights, caches, tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))
+
+
+def _is_known(name: str, subject: Subject) -> bool:
+    """True for a module of the model, a regular expression, or a class (names of classes are capitalized)."""
+    return name.startswith("re:") or name in subject.modules or name[:1].isupper()
 
 
 def _targets(name: str, group: Any) -> Iterable[str]:
@@ -154,6 +168,30 @@ def _rank(target: str, name: str, kind: str) -> int:
         except re.error as error:
             raise UserError(f"the target {target!r} is no regular expression: {error}") from error
     return 3 if target == kind else 0
+
+
+# Schemes that go by a name in recipes (`compressed_tensors.quantization.quant_scheme`).
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "W4A16": (_int(4, 128), None), "W4A16_ASYM": (_int(4, 128, False), None), "W8A16": (_int(8, None), None),
+    "W8A8": SCHEMES["int8_w8a8_half"][:2], "INT8": SCHEMES["int8_w8a8_half"][:2], "FP8_DYNAMIC": SCHEMES["fp8_w8a8"][:2],
+    "NVFP4A16": (_NVFP4, None), "NVFP4": SCHEMES["nvfp4_w4a4"][:2],
+}  # fmt: skip
+
+
+def expanded(modifier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a modifier's arguments with schemes that go by a name written out; raises UserError for a name that is not known."""
+    found, groups = dict(modifier), {}
+    scheme, targets = modifier.get("scheme"), modifier.get("targets") or ["Linear"]
+    named = {scheme: targets} if isinstance(scheme, str) else scheme if isinstance(scheme, Mapping) else {}
+    for name, group in {**named, **(modifier.get("config_groups") or {})}.items():
+        if isinstance(group, Mapping):
+            groups[name] = group
+            continue
+        if str(name).upper() not in PRESETS:
+            raise unknown("scheme", str(name), PRESETS)
+        weights, inputs = PRESETS[str(name).upper()]
+        groups[name] = {"targets": [group] if isinstance(group, str) else group, "weights": weights, "input_activations": inputs}
+    return {**found, "config_groups": groups}
 
 
 _IGNORED = ("observer", "observer_kwargs", "actorder", "zp_dtype", "block_structure")

@@ -6,12 +6,16 @@ Sources: vLLM `--kv-cache-dtype`, `--kv-cache-dtype-skip-layers` and `--config`;
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from autoq.cost.engines import ENGINES, loads
 from autoq.export import hf_quant_config, llm_compressor, modelopt, quantization_args
-from autoq.export.consumer import Consumer
-from autoq.export.documents import to_json, to_yaml
-from autoq.export.subject import Subject
-from autoq.formats.catalog import WEIGHT_FORMATS
+from autoq.export.consumer import Consumer, Found
+from autoq.export.documents import parse, to_json, to_yaml
+from autoq.export.subject import KV_ORIGINAL, Subject
+from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
 
 VLLM_CACHES = {
     "fp8": "fp8", "fp8_cast": "fp8", "fp8_e5m2": "fp8_e5m2", "nvfp4": "nvfp4", "int8_head": "int8_per_token_head",
@@ -67,6 +71,30 @@ def _tensorrt_llm(subject: Subject) -> dict[str, str]:
     return files | ({"hf_quant_config.json": to_json(engine)} if engine else {})
 
 
+def _served(weights: Found, subject: Subject, names: dict[str, str], dtype: str | None, skipped: Sequence[str] = ()) -> Found:
+    """Return what the checkpoint's recipe says of weights, and the flags of caches; a dtype without calibrated scales is a cast."""
+    scales = any(not key.is_original for key, _ in weights.caches.values())
+    fitting = [name for name, own in names.items() if own == dtype]
+    name = next((n for n in fitting if (kv_format(n).calibration == "absmax") == scales), fitting[0] if fitting else "bf16")
+    caches = {
+        a.name: (kv_format(name), kv_format(name)) if str(a.layer) not in skipped else (KV_ORIGINAL, KV_ORIGINAL)
+        for a in subject.attentions
+    }
+    return replace(weights, caches=caches)
+
+
+def _read_vllm(files: Mapping[str, str], subject: Subject) -> Found:
+    settings = parse("config.yaml", files["config.yaml"]) if "config.yaml" in files else {}
+    found = llm_compressor.read({"recipe.yaml": files["recipe.yaml"]}, subject)
+    return _served(found, subject, VLLM_CACHES, settings.get("kv-cache-dtype"), settings.get("kv-cache-dtype-skip-layers", []))
+
+
+def _read_sglang(files: Mapping[str, str], subject: Subject) -> Found:
+    flag = re.search(r"--kv-cache-dtype (\w+)", files["serve.sh"])
+    found = llm_compressor.read({"recipe.yaml": files["recipe.yaml"]}, subject)
+    return _served(found, subject, SGLANG_CACHES, flag[1] if flag else None)
+
+
 def _loaded(engine: str, names: dict[str, object]) -> tuple[str, ...]:
     return tuple(n for n in names if loads(ENGINES[engine], WEIGHT_FORMATS[n], WEIGHT_FORMATS))
 
@@ -80,6 +108,7 @@ VLLM = Consumer(
     tuple(VLLM_CACHES),
     "one and skipped",
     _vllm,
+    _read_vllm,
     refuses=quantization_args.refuses,
     notes=(
         _SHARED,
@@ -93,6 +122,7 @@ SGLANG = Consumer(
     tuple(SGLANG_CACHES),
     "one",
     _sglang,
+    _read_sglang,
     refuses=quantization_args.refuses,
     notes=(_SHARED, "not run here: SGLang needs a GPU"),
 )
@@ -103,5 +133,6 @@ TENSORRT_LLM = Consumer(
     tuple(TENSORRT_CACHES),
     "one",
     _tensorrt_llm,
+    modelopt.read,
     notes=("not run here: TensorRT-LLM needs a GPU",),
 )

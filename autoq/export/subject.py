@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,11 @@ class Layer:
     def width(self) -> int:
         return self.shape[-1]
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, each with a scale, in all rows."""
+        return self.format.blocks(self.width) * math.prod(self.shape[:-1])
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -62,7 +67,7 @@ class Subject:
     Attributes:
         model: as `--model` names it. kind: transformers' model_type. dtype: in which the recipe was measured.
         layers: every Linear, Conv1D and 3-D expert tensor, those that stay in 16 bit too. attentions: in the order of the layers.
-        recipe: its file, or None where there is none yet. tokens, batch: for which the cache is priced.
+        modules: the names of all modules of the model. recipe: its file, or None where there is none yet. tokens, batch: for which the cache is priced.
     """
 
     model: str
@@ -71,6 +76,7 @@ class Subject:
     units: ModelUnits
     layers: tuple[Layer, ...]
     attentions: tuple[Attention, ...]
+    modules: frozenset[str] = frozenset()
     recipe: Path | None = None
     tokens: int = 1024
     batch: int = 1
@@ -93,14 +99,12 @@ class Subject:
             attentions.append(replace(one, key=key, value=value))
         return replace(self, layers=layers, attentions=tuple(attentions))
 
-    def weight_cost(self, block_overhead: Mapping[str, int] | None = None) -> WeightCost:
-        """Return the bits of the weights; `block_overhead` adds bits to every block of a format, by its name."""
-        extra, searched = block_overhead or {}, 0
+    def weight_cost(self, overhead: Callable[[Layer], int] = lambda layer: 0) -> WeightCost:
+        """Return the bits of the weights; `overhead` says what a consumer stores of a quantized layer beyond its format."""
+        searched = 0
         for layer in self.layers:
-            if layer.unit is None:
-                continue
-            blocks = layer.format.blocks(layer.width) * math.prod(layer.shape[:-1])
-            searched += layer.format.storage_bits(layer.shape) + blocks * extra.get(layer.format.name, 0)
+            if layer.unit is not None:
+                searched += layer.format.storage_bits(layer.shape) + (0 if layer.format.is_original else overhead(layer))
         rest = 16 * (self.units.parameters - self.units.searched)
         return WeightCost(searched, self.units.searched, searched + rest, self.units.parameters)
 
@@ -127,4 +131,12 @@ def bare_subject(model: PreTrainedModel, units: ModelUnits, name: str, dtype: st
         if unit.kind == "key" and unit.role != "latent":
             kind = type(model.get_submodule(unit.module)).__name__
             attentions.append(Attention(unit.module, kind, unit.layer or 0, unit.kv_heads, unit.head_dim))
-    return Subject(name, model.config.model_type, dtype, units, tuple(layers), tuple(sorted(attentions, key=lambda a: a.layer)))
+    return Subject(
+        name,
+        model.config.model_type,
+        dtype,
+        units,
+        tuple(layers),
+        tuple(sorted(attentions, key=lambda a: a.layer)),
+        frozenset(n for n, _ in model.named_modules()),
+    )

@@ -16,7 +16,7 @@ from autoq.export.consumer import Consumer, Found
 from autoq.export.documents import at, parse, to_json
 from autoq.export.subject import Layer, Subject
 from autoq.formats.catalog import WEIGHT_FORMATS
-from autoq.formats.format import Format
+from autoq.formats.format import Format, IntElement
 
 Config = dict[str, Any]
 
@@ -103,9 +103,13 @@ def _refuses(layer: Layer, fmt: Format) -> str | None:
     return None
 
 
-def _unpacked(bits: int, group: int, zero_bits: int = 0) -> int:
-    """Bits beyond ours for every group: a byte a value, and a zero point of a byte."""
-    return (8 - bits) * group + 8 - zero_bits
+def _overhead(layer: Layer) -> int:
+    """Bits beyond ours: a byte for every integer below 8 bits, and a zero point of a byte for every group."""
+    element = layer.format.element
+    if not isinstance(element, IntElement):
+        return 0
+    zero = 8 - element.bits if element.asymmetric else 8
+    return (8 - element.bits) * layer.blocks * (layer.format.block or layer.width) + zero * layer.blocks
 
 
 CONSUMER = Consumer(
@@ -116,10 +120,7 @@ CONSUMER = Consumer(
     "one",
     write,
     read,
-    overhead={
-        "int8_half": 8, "int4_g128_half": _unpacked(4, 128), "int4_g64_half": _unpacked(4, 64),
-        "int4_g32_asym": _unpacked(4, 32, 4), "int3_g64_asym": _unpacked(3, 64, 3), "int2_g32_asym": _unpacked(2, 32, 2),
-    },
+    overhead=_overhead,
     refuses=_refuses,
     notes=("torchao keeps integers below 8 bits unpacked, one byte a value, until another backend packs them",),
 )  # fmt: skip

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from transformers import AutoModelForCausalLM
 
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import Format
-from tests.consumers.conftest import Bench, Driver, differing, exported, formats_of
+from autoq.model import load
+from tests.conftest import llama_config
+from tests.consumers.conftest import Bench, Driver, apart, exported, formats_of
 
 pytestmark = pytest.mark.consumers
 
@@ -19,7 +25,7 @@ def test_auto_round_rounds_every_layer_as_asked(bench: Bench, drive: Driver) -> 
     assert set(found["weights"]) == set(expected)
     for name, weight in expected.items():
         # Where the largest magnitude occurs with both signs, AutoRound's full-range scale takes the positive one, autoq's the first.
-        assert differing(found["weights"][name], weight) < 0.01, name
+        assert apart(found["weights"][name], weight, bench.original(name)) < 0.15, name
     assert sum(found["kl"]) == pytest.approx(sum(bench.kl(recipe)), rel=0.02)
 
 
@@ -30,7 +36,7 @@ def test_torchao_quantizes_every_layer_as_asked(bench: Bench, drive: Driver) -> 
     expected = bench.weights(recipe)
     assert set(found["weights"]) == set(expected)
     for name, weight in expected.items():
-        assert differing(found["weights"][name], weight) < 0.01, name
+        assert apart(found["weights"][name], weight, bench.original(name)) < 0.15, name
     assert sum(found["kl"]) == pytest.approx(sum(bench.kl(recipe)), rel=0.03)
 
 
@@ -55,3 +61,22 @@ def test_gptqmodel_saves_and_loads_every_layer_as_asked(bench: Bench, drive: Dri
         assert sum(found["kl"]) == pytest.approx(mine, rel=0.05)
     else:
         assert sum(found["kl"]) < mine
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="AutoRound 0.16 drops layers whose sides are no multiple of 32 unless the general scheme is BF16 (not reported yet)",
+)
+def test_auto_round_takes_odd_layers_under_its_default_scheme(bench: Bench, drive: Driver, tmp_path: Path) -> None:
+    """Why docs/export.md says scheme="BF16": listed layers are left in 16 bit without a word."""
+    model = AutoModelForCausalLM.from_config(
+        llama_config(hidden_size=64, intermediate_size=176, vocab_size=4096, num_hidden_layers=1)
+    )
+    model.save_pretrained(tmp_path / "odd")
+    load.load_tokenizer(load.model_source("demo")).save_pretrained(tmp_path / "odd")
+    name = "model.layers.0.mlp.down_proj"
+    scheme = {"bits": 8, "group_size": -1, "sym": True, "data_type": "int", "act_bits": 16}
+    (tmp_path / "layers.json").write_text(json.dumps({name: scheme}))
+    assert model.get_submodule(name).weight.shape == (64, 176)
+    found = drive("auto-round", "auto_round", tmp_path / "layers.json", model=str(tmp_path / "odd"), scheme="W4A16")
+    assert name in found["weights"]

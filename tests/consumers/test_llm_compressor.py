@@ -9,7 +9,7 @@ import yaml
 
 from autoq import api
 from autoq.recipe import read_recipe
-from tests.consumers.conftest import Bench, Driver, differing, exported, formats_of
+from tests.consumers.conftest import Bench, Driver, apart, exported, formats_of
 
 pytestmark = [pytest.mark.consumers, pytest.mark.parametrize("bench", ["bfloat16"], indirect=True)]
 
@@ -28,7 +28,7 @@ def test_oneshot_saves_what_autoq_means(bench: Bench, drive: Driver, tmp_path: P
     assert set(found["scales"]) == {layer.module for layer in recipe.kv}
     for name, weight in bench.weights(recipe, share_tensor_scales=True).items():
         # It works in bfloat16, and keeps the inverse of nvfp4's tensor scale: block scales next to a tie fall on the other side.
-        assert differing(found["weights"][name], weight) < 0.05, name
+        assert apart(found["weights"][name], weight, bench.original(name)) < 0.15, name
     mine = bench.kl(recipe)
     assert sum(found["kl"]) == pytest.approx(sum(mine), rel=0.05)
 

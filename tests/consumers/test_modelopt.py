@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumers.conftest import Bench, Driver, caches_of, differing, exported, formats_of
+from tests.consumers.conftest import Bench, Driver, apart, caches_of, exported, formats_of
 
 pytestmark = pytest.mark.consumers
 ON_A_CPU = ("fp8", "int8", "int4_g128", "int4_g64", "fp8_w8a8", "int8_w8a8")
@@ -58,7 +58,7 @@ def test_the_simulator_rounds_and_measures_as_autoq(bench: Bench, drive: Driver)
     expected = bench.weights(recipe)
     assert set(found["weights"]) == set(expected)
     for name, weight in expected.items():  # autoq stores integer scales in float16, ModelOpt in float32: few codes are one off
-        assert differing(found["weights"][name], weight) < 0.01, name
+        assert apart(found["weights"][name], weight, bench.original(name)) < 0.15, name
     mine = bench.kl(recipe)
     assert sum(found["kl"]) == pytest.approx(sum(mine), rel=0.02)
     assert found["kl"] == pytest.approx(mine, rel=0.05)

@@ -84,7 +84,10 @@ def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: P
             found = replaced[name]
             if not any(reason in refusal for reason in NO_KERNEL):
                 problems.append(f"{name}: refused for another reason: {refusal}")
-        if (name in SERVED) != (refusal is None) and name not in (*MIXES, *CACHES, EVERYTHING):
+        is_served = (
+            name in SERVED or all(f in (*SERVED, "bf16") for f in MIXES.get(name, ["none"])) or (HAS_AVX512 and name in CACHES)
+        )
+        if is_served != (refusal is None):
             problems.append(f"{name}: served {refusal is None}")
         if "error" in found:
             problems.append(f"{name}: {found['error']}")
@@ -106,13 +109,13 @@ def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: P
 
 
 def _agree(name: str, mine: float, theirs: float) -> bool:
-    """Within a tenth, and the noise of bfloat16 arithmetic (two engines differ by 0.0003 nats on the original).
+    """Within a fifth: one layer more or fewer with a rounded cache is a sixth of them all, and 16-bit arithmetic adds its noise.
 
-    int8 products are no measure without AVX-512: the 8-bit kernel saturates its 16-bit sums (19 % off at full range).
+    Without AVX-512 the products of 8-bit integers saturate their 16-bit sums (19 % off at full range): more damage, which is vLLM's.
     """
     if "int8_w8a8" in name and not HAS_AVX512:
-        return theirs < 10 * mine
-    return abs(mine - theirs) < 0.1 * mine + 6e-4
+        return 0.8 * mine < theirs < 5 * mine
+    return abs(mine - theirs) < 0.2 * mine + 5e-5
 
 
 def _mean(values: list[float]) -> float:

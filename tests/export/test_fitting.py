@@ -36,14 +36,6 @@ def test_the_same_bytes_under_other_scales_are_told_apart_from_other_formats() -
     assert fitted.weight_cost().searched_bits > subject.weight_cost().searched_bits
 
 
-def test_packed_weights_are_loaded_whatever_picked_their_scales() -> None:
-    subject = subject_for()
-    subject = subject.with_formats({la.name: weight_format("nvfp4_4over6") for la in subject.layers if la.unit}, {})
-    fitted, losses = fit(subject, CONSUMERS["compressed-tensors"])
-    assert not losses
-    assert {la.format.name for la in fitted.quantized} == {"nvfp4"}
-
-
 def test_a_layer_that_the_groups_do_not_divide_is_refused_by_name() -> None:
     from tests.conftest import llama_config
 
@@ -63,6 +55,11 @@ def test_bits_are_counted_as_the_consumer_stores_them() -> None:
     subject = subject.with_formats({la.name: weight_format("int4_g64_half") for la in subject.layers if la.unit}, {})
     assert subject.weight_cost().effective == 4.25
     assert subject.weight_cost(CONSUMERS["torchao"].overhead).effective == 8 + (16 + 8) / 64
+    g_idx = sum(32 * la.width for la in subject.quantized) / subject.units.searched
+    assert subject.weight_cost(CONSUMERS["gptqmodel"].overhead).effective == pytest.approx(4.25 + 4 / 64 + g_idx)
+    subject = subject.with_formats({la.name: weight_format("int4_g64_asym") for la in subject.layers if la.unit}, {})
+    assert subject.weight_cost().effective == 4 + (16 + 4) / 64
+    assert subject.weight_cost(CONSUMERS["mlx"].overhead).effective == 4 + (16 + 16) / 64
 
 
 def cache(subject_caches: list[tuple[str, str]], consumer: str) -> tuple[list[tuple[str, str]], list[str]]:
