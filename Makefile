@@ -27,7 +27,7 @@ ENVIRONMENTS := $(foreach name,modelopt llm-compressor auto-round vllm,$(VENV)/c
 
 consumers: $(VENV)/.installed-dev
 	$(MAKE) -j 2 $(ENVIRONMENTS)
-	OMP_NUM_THREADS=2 AUTOQ_CONSUMERS=$(VENV)/consumers $(BIN)/pytest -m consumers tests/consumers --durations=10
+	OMP_NUM_THREADS=1 AUTOQ_CONSUMERS=$(abspath $(VENV)/consumers) $(BIN)/pytest -m consumers -n 2 --dist loadfile tests/consumers --durations=10
 
 $(VENV)/consumers/%/.installed: Makefile
 	rm -rf $(@D)

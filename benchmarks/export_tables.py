@@ -36,11 +36,14 @@ def consumers() -> str:
 def vllm(results: dict[str, Any]) -> str:
     lines = [
         f"vLLM for CPUs on a processor with{'' if results['avx512'] else 'out'} AVX-512:", "",
-        "| checkpoint or cache | vLLM | KL in vLLM | KL in autoq |", "|---|---|---|---|",
+        "| checkpoint or cache | vLLM | arithmetic | KL in vLLM | KL in autoq |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for row in results["rows"]:
-        state = "served" if row["served"] else f"loaded; refused at first: {row['refused'].split(': ', 1)[1].strip()[:90]}"
-        lines.append(f"| {row['what']} | {state} | {row['kl_vllm']:.5f} | {row['kl_autoq']:.5f} |")
+        refused = "" if row["served"] else row["refused"].split(": ", 1)[1].strip()[:90]
+        state, kernels = (
+            ("served", "vLLM's kernels") if row["served"] else (f"loaded; with its own kernels: {refused}", "plain torch")
+        )
+        lines.append(f"| {row['what']} | {state} | {kernels} | {row['kl_vllm']:.5f} | {row['kl_autoq']:.5f} |")
     return "\n".join(lines)
 
 

@@ -68,7 +68,8 @@ class Bench:
         return path
 
     def original(self, name: str) -> torch.Tensor:
-        return self.model.get_parameter(f"{name}.weight").detach().float()
+        found: torch.Tensor = self.model.get_parameter(f"{name}.weight").detach().float()
+        return found
 
     def kl(self, recipe: Recipe) -> list[float]:
         """Return autoq's own measurement, by window."""

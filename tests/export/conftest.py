@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,13 +15,13 @@ from autoq.formats.format import Format, KVFormat
 from autoq.model.units import find_units
 from tests.conftest import llama_config
 
-WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
-def subject_for(config: object = None) -> Subject:
+def subject_for(config: object = None, include: tuple[str, ...] = ()) -> Subject:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config or llama_config(**WIDE))
-    return bare_subject(model, find_units(model), "tiny")
+    return bare_subject(model, find_units(model, include), "tiny")
 
 
 def with_every_format(subject: Subject, consumer: Consumer) -> Subject:

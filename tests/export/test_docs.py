@@ -1,7 +1,8 @@
-"""docs/export.md says what the code has."""
+"""docs/export.md says what the code has, and what was measured."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from autoq.export.consumers import CONSUMERS
@@ -22,3 +23,14 @@ def test_the_table_of_consumers_is_that_of_the_code() -> None:
         assert weights == ("every format" if consumer.weights is None else ", ".join(consumer.weights))
         wanted = "every format" if consumer.caches is None else ", ".join(consumer.caches) or "none"
         assert caches.startswith(wanted)
+
+
+def test_the_table_of_vllm_is_that_of_the_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.partition("<!-- vllm -->")[2].partition("<!-- /vllm -->")[0]
+    results = json.loads((PAGE.parent / "results" / "vllm.json").read_text())
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.strip().splitlines()[4:]]
+    assert [[row[0], *row[3:]] for row in rows] == [
+        [r["what"], f"{r['kl_vllm']:.5f}", f"{r['kl_autoq']:.5f}"] for r in results["rows"]
+    ]
+    assert [row[1] == "served" for row in rows] == [r["served"] for r in results["rows"]]

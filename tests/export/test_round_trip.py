@@ -15,7 +15,8 @@ from autoq.export.fitting import fit
 from autoq.export.importers import READERS
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import IntElement
-from tests.export.conftest import subject_for, with_every_format
+from tests.conftest import llama_config
+from tests.export.conftest import WIDE, subject_for, with_every_format
 
 READABLE = [name for name, consumer in CONSUMERS.items() if consumer.read is not None]
 
@@ -117,3 +118,90 @@ def test_experts_and_conv1d_are_never_lost_in_silence(name: str) -> None:
         assert {loss.what for loss in losses} == {layer.unit for layer in odd}
         assert all(layer.format.is_original for layer in fitted.layers if layer.name in {o.name for o in odd})
         consumer.write(fitted)
+
+
+def test_a_recipe_as_modelopt_ships_it_is_read() -> None:
+    """Globs, entries for a class of parents, effective_bits, and the last match wins."""
+    subject = subject_for()
+    recipe = {
+        "metadata": {"recipe_type": "ptq"},
+        "quantize": {
+            "algorithm": {"method": "awq_lite"},
+            "quant_cfg": [
+                {"quantizer_name": "*", "enable": False},
+                {"quantizer_name": "*weight_quantizer", "cfg": {"num_bits": 8, "axis": 0, "effective_bits": 8.0}},
+                {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": [4, 3], "use_constant_amax": True}},
+                {"quantizer_name": "*experts*weight_quantizer", "cfg": {"num_bits": 4, "block_sizes": {-1: 64, "type": "static"}}},
+                {"quantizer_name": "*lm_head*", "enable": False},
+                {"parent_class": "nn.Embedding", "quantizer_name": "*", "enable": False},
+            ],
+        },
+    }
+    found = READERS["modelopt"]({"recipe.yaml": to_yaml(recipe)}, subject)
+    assert found.problems == ()
+    assert {f.name for f in found.weights.values()} == {"int8"}
+    assert "lm_head" not in found.weights
+    assert len(found.weights) == len(subject.layers) - 1
+    assert {(k.name, v.name) for k, v in found.caches.values()} == {("fp8_cast", "fp8_cast")}
+    assert any("awq_lite" in note for note in found.notes)
+    assert any("*experts*weight_quantizer matches nothing" in note for note in found.notes)
+
+
+def test_what_modelopt_quantizes_beside_weights_and_cache_is_told() -> None:
+    entries = [{"quantizer_name": "*", "enable": False}, {"quantizer_name": "*self_attn.q_bmm_quantizer", "cfg": {"num_bits": 8}}]
+    recipe = {"metadata": {"recipe_type": "ptq"}, "quantize": {"quant_cfg": entries}}
+    found = READERS["modelopt"]({"recipe.yaml": to_yaml(recipe)}, subject_for())
+    assert len(found.problems) == 6
+
+
+def test_recipes_of_llm_compressor_by_the_name_of_a_scheme() -> None:
+    subject = subject_for()
+    for modifier in ({"targets": ["Linear"], "scheme": "W4A16"}, {"config_groups": {"W4A16": ["Linear"]}}):
+        recipe = {"stage": {"modifiers": {"SmoothQuantModifier": {}, "QuantizationModifier": {**modifier, "ignore": ["lm_head"]}}}}
+        found = READERS["llm-compressor"]({"recipe.yaml": to_yaml(recipe)}, subject)
+        assert found.problems == ()
+        assert {f.name for f in found.weights.values()} == {"int4_g128_half"}
+        assert found.notes == (
+            "SmoothQuantModifier changes weights before or while they are rounded: autoq rounds them as they are",
+        )
+
+
+def test_cache_groups_of_compressed_tensors_are_read_by_layer() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config = {
+        "config_groups": {"kv": {"targets": [r"re:.*layers\.[02]\.self_attn$"], "input_activations": scheme}},
+        "ignore": ["lm_haed"],
+    }
+    found = READERS["compressed-tensors"]({"config.json": json.dumps({**config, "transform_config": {"R1": {}}})}, subject_for())
+    assert {n: k.name for n, (k, _) in found.caches.items()} == {f"model.layers.{i}.self_attn": "fp8" for i in (0, 2)}
+    assert any("queries" in note for note in found.notes)
+    assert found.problems == (
+        "lm_haed is ignored, and the model has no such module",
+        "transform_config is set, and autoq has no format for it",
+    )
+
+
+def test_a_config_of_a_modelopt_checkpoint_is_read() -> None:
+    config = {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "ignore": ["lm_head", "model.layers.0.self_attn"],
+            "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+        }
+    }
+    found = READERS["hf_quant_config"]({"config.json": json.dumps(config)}, subject_for())
+    assert found.problems == ()
+    assert {f.name for f in found.weights.values()} == {"nvfp4_w4a4"}
+    assert not [n for n in found.weights if "layers.0.self_attn" in n]
+    assert {k.name for k, _ in found.caches.values()} == {"fp8"}
+
+
+def test_a_quantized_head_reaches_llama_cpp() -> None:
+    consumer = CONSUMERS["llama.cpp"]
+    subject = subject_for(llama_config(**WIDE | {"tie_word_embeddings": False}), ("lm_head",))
+    subject = subject.with_formats({layer.name: WEIGHT_FORMATS["q8_0"] for layer in subject.layers}, {})
+    files = consumer.write(subject)
+    assert r"^output\.weight$=q8_0" in files["tensor-types.txt"]
+    assert "--output-tensor-type q8_0" in files["quantize-and-serve.sh"]
