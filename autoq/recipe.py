@@ -91,9 +91,12 @@ class BudgetEntry(Strict):
             found += [f"{option} {text}" for option, text in asked if text]
         if self.kv is not None or self.memory is not None:
             found += [f"--context {self.context}", f"--batch {self.batch}"]
-        found += [f"--engine {self.engine}"] if self.engine != "none" else []
-        found += [f"--consumer {self.consumer}"] if self.consumer != "none" else []
-        return found + ([f"--target {self.target}"] if self.target != "any" else [])
+        return found + self.limits()
+
+    def limits(self) -> list[str]:
+        """Return the options that say for what and by what it has to run."""
+        asked = (("--engine", self.engine, "none"), ("--consumer", self.consumer, "none"), ("--target", self.target, "any"))
+        return [f"{option} {name}" for option, name, default in asked if name != default]
 
 
 class TotalsEntry(Strict):
@@ -164,7 +167,7 @@ class ProvenanceEntry(Strict):
     profile_text: str
     profile_sequences: Count
     profile_tokens: Count
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     device: str
     versions: dict[str, str]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Nothing is left behind when writing fails. Raises UserError where `path` cannot be replaced.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{str(path)!r} cannot be written: it is {'a folder' if path.is_dir() else 'no regular file'}")
     part = path.with_name(path.name + ".part")
     try:
         yield part
         os.replace(part, path)
-    except (IsADirectoryError, PermissionError) as error:
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EIO):  # not the user's mistake
+            raise
         raise UserError(f"{str(path)!r} cannot be written: {error.strerror}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

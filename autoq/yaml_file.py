@@ -23,10 +23,15 @@ class _Strict(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the data of a YAML document; raises a YAMLError, a ValueError or a RecursionError for what is none."""
+    return yaml.load(text, _Strict)
+
+
 def read_yaml(path: Path, what: str) -> Any:
     """Return the data of a YAML file; raises UserError that calls the file `what`."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Strict)
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no {what} {str(path)!r}") from None
     except (OSError, ValueError, yaml.YAMLError, RecursionError, TypeError) as error:

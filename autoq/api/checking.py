@@ -49,8 +49,9 @@ def check(
     Raises UserError for a recipe or a model that cannot be read.
     """
     recipe = recipes.read_recipe(path)
-    served_by, device = engine_of(engine or recipe.budget.engine), target_of(target or recipe.budget.target)
-    tool = consumer_of(consumer) if consumer else None
+    served_by = engine_of(recipe.budget.engine if engine is None else engine)
+    device = target_of(recipe.budget.target if target is None else target)
+    tool = consumer_of(consumer) if consumer is not None else None
     source = load.model_source(model or recipe.model.id)
     empty = load.empty_model(load.load_config(source))
     units = find_units(empty, ("lm_head",) if any(e.role == "head" or "lm_head" in n for n, e in recipe.weights.items()) else ())
@@ -83,7 +84,13 @@ def check(
             for a in subject.attentions
         }
         _, losses = fit(subject.with_formats(by_tensor, pairs), tool)
-        problems += [f"{loss.what} in {loss.wanted}: {loss.why}" for loss in losses]
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for loss in losses:
+            kinds.setdefault((loss.wanted, loss.why), []).append(loss.what)
+        problems += [
+            f"{what[0]}{f' and {len(what) - 1} more' if len(what) > 1 else ''} in {wanted}: {why}"
+            for (wanted, why), what in kinds.items()
+        ]
     return Checked(tuple(problems), tuple(checks))
 
 

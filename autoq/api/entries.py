@@ -88,7 +88,7 @@ def written_out(formats: Mapping[str, Format] | Mapping[str, KVFormat]) -> dict[
     return {name: describe(used[name]) for name in sorted(used)}
 
 
-def provenance(seed: int, space: str, text: str, sequences: int, tokens: int, dtype: str, device: str) -> recipes.ProvenanceEntry:
+def provenance(seed: int, space: str, text: str, sequences: int, tokens: int, dtype: Any, device: str) -> recipes.ProvenanceEntry:
     """Return how the recipe was made: by this process, now."""
     versions = {"python": platform.python_version()}
     for name in ("autoq", "torch", "transformers", "scipy"):

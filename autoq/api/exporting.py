@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,15 @@ def export_all(
     recipe: recipes.Recipe | Path | str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
 ) -> list[ExportReport]:
     """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
+    allowed = _round(rounding)
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise UserError(f"--out {str(out)!r} cannot be made: it is no folder")
     subject = _subject(recipe, model)
     found = []
     for name, consumer in CONSUMERS.items():
         folder = _folder(subject, name, Path(out) / name if out is not None else None)
         try:
-            found.append(_export(subject, consumer, folder, _round(rounding)))
+            found.append(_export(subject, consumer, folder, allowed))
         except UserError as error:  # names that the consumer has none for, a folder that cannot be made
             found.append(replace(_report(subject, consumer)[0], refused=str(error)))
     return found
@@ -180,7 +183,7 @@ def _check(consumer: Consumer, subject: Subject, files: dict[str, str]) -> None:
     """Raise AutoqError if the consumer would not make of the files what was meant, or if tied layers come apart."""
     assert consumer.read is not None
     found = consumer.read(files, subject)
-    problems = list(found.problems)
+    problems = [*found.problems, *found.notes]
     for layer in subject.layers:
         got = found.weights.get(layer.name)
         if (got is None) != layer.format.is_original or (got is not None and not same_numbers(got, layer.format)):
@@ -201,11 +204,16 @@ def _write(report: ExportReport, files: dict[str, str], folder: Path) -> ExportR
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from error
-    for name in _written_before(folder) - set(files):
-        (folder / name).unlink(missing_ok=True)
+    before = _written_before(folder)
+    for name in files:
+        if (folder / name).exists() and name not in before:
+            raise UserError(f"--out {str(folder)!r} holds a {name} that no export wrote: give another folder")
     for name, text in files.items():
         write_atomically(folder / name, text)
     write_atomically(folder / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
+    for name in before - set(files):
+        with suppress(OSError):
+            (folder / name).unlink()
     return report
 
 
@@ -213,7 +221,7 @@ def _written_before(folder: Path) -> set[str]:
     """Return the names of the files that an earlier export wrote into the folder."""
     try:
         found = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        names: Sequence[Any] = found["files"]
+        names = [Path(name).name for name in found["files"] if isinstance(name, str)]
     except (OSError, ValueError, KeyError, TypeError):
         return set()
-    return {Path(str(name)).name for name in names}
+    return {name for name in names if (folder / name).is_file() and name != REPORT}

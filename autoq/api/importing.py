@@ -72,6 +72,8 @@ def import_recipe(
     target = Path(out)
     if target.is_dir():
         raise UserError(f"--out {str(target)!r} is a folder: give a file such as recipe.yaml")
+    if target.exists() or target.is_symlink():
+        raise UserError(f"--out {str(target)!r} is there already: give another file")
     profile_text, _ = text_sources(calib, None)
     source = load.model_source(model)
     model_config = load.load_config(source)

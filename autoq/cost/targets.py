@@ -39,7 +39,7 @@ class Target:
             element, what = fmt.activation.element if fmt.activation else None, "a product"
         name = element.name if element else ""
         needs = FP4_NEEDS if name in _FP4_NAMES else FP8_NEEDS if name in _FP8_NAMES else (0, 0)
-        if fmt_scale(fmt) == "e8m0" and what == "a product":
+        if fmt_scale(fmt) == "e8m0" and what == "a product" and element is not None:
             needs = max(needs, FP4_NEEDS)  # block-scaled products
         if self.capability >= needs:
             return None

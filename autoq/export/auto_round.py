@@ -75,6 +75,8 @@ def _format(scheme: Any, name: str) -> Format | None:
     if scheme.get("bits", 16) >= 16:
         return WEIGHT_FORMATS["bf16"]
     plain = {**_scheme(4, 128, "int"), **{k: v for k, v in scheme.items() if v is not None}}
+    if type(plain["sym"]) is not bool:
+        raise UserError(f"{name!r}: sym must be true or false, and is {plain['sym']!r}")
     for known, numbers in _LAYERS.items():
         if all(plain[k] == v for k, v in numbers.items()):
             return WEIGHT_FORMATS[known]

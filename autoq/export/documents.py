@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from autoq.errors import UserError
+from autoq.yaml_file import parse_yaml
 
 
 def to_json(data: Any) -> str:
@@ -25,12 +26,20 @@ def to_yaml(data: Any) -> str:
 def parse(name: str, text: str) -> dict[str, Any]:
     """Return the mapping in a JSON or YAML file (JSON is YAML, but tabs may indent it); raises UserError naming the file."""
     try:
-        data = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        data = json.loads(text, object_pairs_hook=_unique) if name.endswith(".json") else parse_yaml(text)
+    except (ValueError, yaml.YAMLError, RecursionError, TypeError) as error:
         raise UserError(f"{name!r} cannot be read: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(data, dict):
         raise UserError(f"{name!r} is not a mapping of keys")
     return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"the key {twice!r} occurs twice")
+    return found
 
 
 def at(data: Mapping[str, Any], path: str, name: str, kind: type = dict) -> Any:

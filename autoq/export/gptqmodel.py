@@ -43,10 +43,13 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     name = next(iter(files))
     data = parse(name, files[name])
     data = data.get("quantization_config", data)
-    dynamic = data.get("dynamic") or {}
+    dynamic = {} if data.get("dynamic") is None else data["dynamic"]
+    if "bits" not in data and not dynamic:
+        raise UserError(f"{name!r} has neither 'bits' nor 'dynamic': is it of another tool?")
     if not isinstance(dynamic, Mapping):
         raise UserError(f"{name!r}: dynamic must map names to settings")
     problems: list[str] = []
+    notes: list[str] = []
     used: set[str] = set()
     weights: dict[str, Format] = {}
     rules = [(key, _pattern(key, name), value) for key, value in dynamic.items()]
@@ -58,14 +61,14 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
         if any(key.startswith("-:") for key, _ in matched) or (layer.unit is None and not matched):
             continue
         if len(matched) > 1:
-            problems.append(f"{layer.name} is matched by {' and by '.join(key for key, _ in matched)}")
+            notes.append(f"{layer.name} is matched by {' and by '.join(key for key, _ in matched)}: the first holds")
         if matched and not isinstance(matched[0][1], Mapping):
             raise UserError(f"{name!r}: the settings of {matched[0][0]!r} must be a mapping, and are {matched[0][1]!r}")
         settings = {**DEFAULTS, **{k: data[k] for k in DEFAULTS if k in data}, **(matched[0][1] if matched else {})}
         group = settings["group_size"]
         weights[layer.name] = integer(settings["bits"], None if group == -1 else group, settings["sym"], "half_step")
     problems += [f"{key} matches nothing in the model" for key in dynamic if key not in used]
-    return Found(weights, {}, tuple(problems))
+    return Found(weights, {}, tuple(problems), tuple(notes))
 
 
 def _pattern(key: str, name: str) -> re.Pattern[str]:

@@ -69,7 +69,10 @@ def read(path: Path, kind: str | None, subject: Subject) -> tuple[str, Found]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"there is no GGUF file {str(path)!r}")
-        return "gguf", llama_cpp.read_gguf(path, subject)
+        found_in_file = llama_cpp.read_gguf(path, subject)
+        if not found_in_file.weights and not found_in_file.problems:
+            raise UserError(f"{str(path)!r} quantizes no weight of this model")
+        return "gguf", found_in_file
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -77,7 +80,21 @@ def read(path: Path, kind: str | None, subject: Subject) -> tuple[str, Found]:
     except (OSError, ValueError) as error:
         raise UserError(f"{str(path)!r} cannot be read: {error}") from error
     kind = kind or _recognize(path, text)
-    return kind, READERS[kind]({path.name: text}, subject)
+    return kind, _guarded(kind, path, text, subject)
+
+
+def _guarded(kind: str, path: Path, text: str, subject: Subject) -> Found:
+    """Read a foreign file; whatever in it is of another shape than its tool writes ends as one sentence."""
+    try:
+        found = READERS[kind]({path.name: text}, subject)
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        words = " ".join(str(error).split())[:120]
+        raise UserError(f"{str(path)!r} is not as {kind} has it: {type(error).__name__}: {words}") from error
+    if not found.problems and not found.weights and all(k.is_original and v.is_original for k, v in found.caches.values()):
+        raise UserError(f"{str(path)!r} quantizes no weight and no cache of this model: is it of {kind}?")
+    return found
 
 
 def _recognize(path: Path, text: str) -> str:
@@ -87,7 +104,9 @@ def _recognize(path: Path, text: str) -> str:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
         if lines and all("=" in line for line in lines):
             return "gguf"
-        raise UserError(f"{str(path)!r} is neither JSON nor YAML nor a list of tensor types: say what it is with --from")
+        raise UserError(
+            f"{str(path)!r} is neither JSON nor YAML nor a list of tensor types: say what it is with --from {', '.join(READERS)}"
+        )
     data = parse(path.name, text)
     for kind, fits in _SIGNS:
         if fits(path.name, data):

@@ -16,8 +16,12 @@ def integer(bits: int, group: int | None, symmetric: bool, rule: ScaleRule) -> F
 
     Raises UserError for bits that autoq cannot pack.
     """
-    if not 2 <= bits <= 8:
-        raise UserError(f"{bits}-bit integers are out of reach: 2 to 8 bits are packed")
+    if type(bits) is not int or not 2 <= bits <= 8:
+        raise UserError(f"integers of {bits!r} bits are out of reach: 2 to 8 bits are packed")
+    if group is not None and (type(group) is not int or not 8 <= group <= 2**16 or group % 8):
+        raise UserError(f"a group size of {group!r} is none that can be packed: a multiple of 8, or the whole row")
+    if type(symmetric) is not bool:
+        raise UserError(f"{symmetric!r} does not say whether an integer is symmetric: true or false")
     found = Format("", IntElement(bits, not symmetric), group, "fp16", rule if symmetric else "minmax")
     return named(found, f"int{bits}" + (f"_g{group}" if group else "") + ("" if symmetric else "_asym"))
 

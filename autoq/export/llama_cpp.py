@@ -71,10 +71,8 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     file, text = next(iter(files.items()))
     script = files.get("quantize-and-serve.sh")  # as `write` gives it beside the types
     rules: list[tuple[str, re.Pattern[str], str]] = []
-    for line in text.splitlines():
-        pattern, _, kind = line.strip().rpartition("=")
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
+    for line in (word for whole in text.splitlines() if not whole.lstrip().startswith("#") for word in whole.split()):
+        pattern, _, kind = line.rpartition("=")
         try:
             rules.append((pattern, re.compile(pattern), kind.lower()))
         except re.error as error:
@@ -100,7 +98,7 @@ def resolve(rules: list[tuple[str, re.Pattern[str], str]], subject: Subject) -> 
         matched = [(text, kind) for text, pattern, kind in rules if pattern.search(name)]
         used |= {text for text, _ in matched}
         if len(matched) > 1:
-            problems.append(f"{layer} is matched by {' and by '.join(text for text, _ in matched)}")
+            notes.append(f"{layer} is matched by {' and by '.join(text for text, _ in matched)}: the first holds")
         kind = matched[0][1] if matched else "bf16"
         if kind in _TYPES:
             weights[layer] = WEIGHT_FORMATS[kind]

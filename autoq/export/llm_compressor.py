@@ -34,7 +34,7 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     """Resolve a recipe on the modules of a model."""
     name = next(iter(files))
     found = _modifiers(parse(name, files[name]))
-    rounding = [(key, m) for key, m in found if any(m.get(k) for k in ("config_groups", "scheme", "kv_cache_scheme"))]
+    rounding = [(key, m) for key, m in found if any(k in m for k in ("config_groups", "scheme", "kv_cache_scheme"))]
     if len(rounding) != 1:
         raise UserError(
             f"{name!r} must hold one modifier with config_groups, a scheme or kv_cache_scheme, and holds {len(rounding)}"

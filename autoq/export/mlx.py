@@ -47,10 +47,12 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     data = parse(name, files[name])
     found = at(data, "quantization", name) if "quantization" in data else data
     general = {k: found[k] for k in DEFAULT if k in found}
+    if not isinstance(found, Mapping) or "bits" not in general:
+        raise UserError(f"{name!r} has no quantization with 'bits': is it of another tool?")
     layers = {layer.name: layer for layer in subject.layers}
     problems = [
         f"{key} matches nothing in the model" for key, value in found.items()
-        if key not in general and key not in layers and isinstance(value, Mapping | bool)
+        if key not in general and key not in layers and isinstance(value, Mapping | bool) and key not in subject.modules
     ]  # fmt: skip
     weights: dict[str, Format] = {}
     for layer in layers.values():
@@ -65,7 +67,9 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
             problems.append(f"{layer.name}: {plain} is no format of autoq")
             continue
         weights[layer.name] = WEIGHT_FORMATS[known] if known else integer(plain["bits"], plain["group_size"], False, "minmax")
-    return Found(weights, {}, tuple(problems))
+    others = [key for key, value in found.items() if key in subject.modules and key not in layers and value is not False]
+    notes = [f"{key} is left out: autoq counts it with 16 bit" for key in others]
+    return Found(weights, {}, tuple(problems), tuple(notes))
 
 
 def _refuses(layer: Layer, fmt: Format) -> str | None:

@@ -201,7 +201,7 @@ def _plain(args: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return arguments without defaults, and without what does not say which numbers are stored."""
     if args is None:
         return None
-    found = {k: v for k, v in args.items() if k not in _IGNORED and v not in (None, {}, False)}
+    found = {k: v for k, v in args.items() if k not in _IGNORED and v is not None and v != {} and v is not False}
     found.setdefault("type", "int")
     found["symmetric"] = args.get("symmetric", True)
     group = found.get("group_size")
@@ -226,7 +226,9 @@ def _format(group: Mapping[str, Any]) -> Format | None:
     plain = _plain(weights)
     if plain is None or inputs is not None or plain["type"] != "int" or plain["strategy"] not in ("group", "channel"):
         return None
-    return integer(int(plain["num_bits"]), plain.get("group_size"), plain["symmetric"], "half_step")
+    if plain["strategy"] == "group" and "group_size" not in plain:
+        raise UserError("a strategy of groups needs a group_size")
+    return integer(weights.get("num_bits", 8), plain.get("group_size"), plain["symmetric"], "half_step")
 
 
 def _words(group: Mapping[str, Any]) -> str:

@@ -26,7 +26,8 @@ def validation(result: Validation) -> RenderableType:
         ("weights", entry.weight_bytes, entry.weight_bytes_original), ("KV cache", entry.cache_bytes, entry.cache_bytes_original),
     ):  # fmt: skip
         lines.add_row(name, f"{size(held)}, in 16 bit {size(before)} ({held / max(1, before):.3f} x)")
-    searched = f"the search measured {nats(measured.kl)} ± {nats(measured.kl_stderr)}" if measured else ""
+    who = "unpacked, it measured" if measured and measured.chosen == "imported" else "the search measured"
+    searched = f"{who} {nats(measured.kl)} ± {nats(measured.kl_stderr)}" if measured else ""
     lines.add_row("KL", f"{nats(entry.kl)} ± {nats(entry.kl_stderr)} nats per token; {searched}")
     lines.add_row("top-1 agreement", f"{100 * entry.top1_agreement:.1f} %")
     lines.add_row("perplexity", f"{result.divergence.perplexity_original:.3f} before, {entry.perplexity:.3f} after")
@@ -36,7 +37,8 @@ def validation(result: Validation) -> RenderableType:
         )
     lines.add_row("greedy generation", f"as the original's for {100 * entry.greedy_agreement:.0f} % of the way, then its own")
     lines.add_row("written into", str(result.recipe_path))
-    why = "every packed byte is right, and the KL is the one that the search measured" if entry.passed else "see below"
+    when = "it measured unpacked" if measured and measured.chosen == "imported" else "the search measured"
+    why = f"every packed byte is right, and the KL is the one that {when}" if entry.passed else "see below"
     verdict = Text(f"passed: {why}", style="bold green") if entry.passed else Text(f"failed: {why}", style="bold red")
     return Group(Text("validation", style="bold"), lines, verdict)
 

@@ -36,14 +36,13 @@ def export_view(report: ExportReport) -> RenderableType:
 def export_table(reports: list[ExportReport]) -> RenderableType:
     """Return what `autoq export --to all` prints."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("consumer", "files", "bits", "cache bits", "what is not as in the recipe"):
+    for name in ("consumer", "bits", "cache bits", "what is not as in the recipe"):
         table.add_column(name, justify="right" if "bits" in name else "left", overflow="fold")
     for r in reports:
         if r.refused is not None:
-            table.add_row(r.consumer, Text("refused", style="yellow"), "", "", r.refused)
+            table.add_row(r.consumer, "", "", Text(f"refused: {r.refused}", style="yellow"))
             continue
-        names = ", ".join(path.name for path in r.files)
-        table.add_row(r.consumer, names, f"{r.bits:.4g}", f"{r.kv_bits:.4g}", summary(r))
+        table.add_row(r.consumer, f"{r.bits:.4g}", f"{r.kv_bits:.4g}", summary(r))
     folder = next((r.files[0].parent.parent for r in reports if r.files), None)
     where = f"written below {folder}; export.json in each folder names every change" if folder else "nothing was written"
     return Group(table, Text(where, style="dim"))

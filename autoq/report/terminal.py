@@ -138,13 +138,14 @@ def _next_steps(result: SearchResult) -> RenderableType:
     asked, totals, autoq = result.recipe.budget, result.recipe.totals, command_name()
     budgets = [f"--budget {totals.bits + 0.5:.2g}bits"] if asked.weights else []
     budgets += [f"--kv-budget {totals.kv_bits + 0.5:.2g}bits"] if asked.kv else []
-    another = f"{autoq} search {result.options} --run {result.run} {' '.join(budgets)}"
+    another = f"{autoq} search {result.options} --run {result.run} {' '.join([*budgets, *asked.limits()])}"
     same = f"{autoq} search {result.options} --run {result.run} {' '.join(asked.options())} --trials {TRIALS}"
     steps = Table.grid(padding=(0, 2))
     steps.add_column(no_wrap=True)
     for command, what in (
         (f"{autoq} validate {result.recipe_path}", "check on packed bytes"),
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
+        (f"{autoq} export {result.run} --to {asked.consumer if asked.consumer != 'none' else 'all'}", "for PTQ tools and engines"),
         (f"{autoq} front {result.run}", "other budgets' cost"),
         (" ".join(another.split()), "another budget"),
         *(

@@ -164,7 +164,7 @@ def test_what_fits_into_a_device(eight_heads: Path) -> None:
 
 def test_an_engine_counts_whole_pages_and_its_own_formats(eight_heads: Path) -> None:
     rows = api.memory(str(eight_heads), [33], [2], engine="vllm").rows
-    assert {r["kv_format"] for r in rows} == {"bf16", "fp8", "fp8_cast", "nvfp4", "int8_head"}
+    assert {r["kv_format"] for r in rows} == {"bf16", "fp8", "fp8_cast", "fp8_e5m2", "nvfp4", "int8_head"}
     assert next(r for r in rows if r["kv_format"] == "bf16")["kv_bytes"] == 2 * 2 * 2 * 32 * 8 * 128 * 48
     on_a100 = {r["kv_format"] for r in api.memory(str(eight_heads), [33], [2], target="a100").rows}
     assert {"int4_token", "int8_head", "bf16"} <= on_a100

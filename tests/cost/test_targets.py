@@ -24,7 +24,7 @@ def test_caches(target: str, fmt: str, runs: bool) -> None:
 @pytest.mark.parametrize(
     ("target", "fmt", "runs"),
     [("a100", "nvfp4", True), ("a100", "fp8", True), ("a100", "fp8_w8a8", False), ("h100", "fp8_w8a8", True), ("h100", "nvfp4_w4a4", False),
-     ("b200", "nvfp4_w4a4", True), ("h100", "mxfp8_w8a8", False), ("a100", "int8_w8a8", True)],
+     ("b200", "nvfp4_w4a4", True), ("h100", "mxfp8_w8a8", False), ("a100", "int8_w8a8", True), ("a100", "mxfp6_e2m3", True), ("h100", "mxfp4", True)],
 )  # fmt: skip
 def test_weights_alone_decode_anywhere_and_products_need_the_numbers(target: str, fmt: str, runs: bool) -> None:
     reason = target_of(target).refusal(weight_format(fmt))
@@ -40,7 +40,8 @@ def test_every_tier_must_run_and_variants_load_as_their_format_does() -> None:
     known = WEIGHT_FORMATS
     assert {n for n, f in known.items() if loads(vllm, f, known)} >= {"nvfp4", "nvfp4_lsq", "int4_g64_full", "fp8_w8a8", "int8"}
     assert not any(loads(vllm, known[n], known) for n in ("mxfp6_e2m3", "int3_g64_asym", "int2_g32_asym_lsq"))
-    assert not any(loads(llama_cpp, f, known) for f in known.values() if not f.is_original)
+    assert {n for n, f in known.items() if loads(llama_cpp, f, known)} >= {"q8_0", "q5_0", "q4_0", "mxfp4", "mxfp4_even"}
+    assert not any(loads(llama_cpp, known[n], known) for n in ("nvfp4", "int8", "int4_g64", "fp8"))
     assert all(loads(engine_of("none"), f, known) for f in known.values())
 
 
