@@ -88,6 +88,7 @@ class Contest:
         calib, measure = text_sources(args.calib, args.eval)
         tokenizer = load_tokenizer(model_source(args.model))
         self.ids = sequences(tokenizer, calib, args.samples, 256)
+        self.peer_ids = sequences(tokenizer, calib, args.peer_samples or args.samples, 256)
         self.eval_ids = sequences(tokenizer, measure, args.windows, 256)
         self.yardstick = Yardstick(self.model, self.tied, self.eval_ids)
         self.count = 0
@@ -114,7 +115,7 @@ class Contest:
 
     def peer(self, environment: str, script: str, **job: Any) -> dict[str, Any]:
         python = str(self.args.environments / environment / "bin" / "python")
-        return self.run(python, HERE / script, {"model": self.args.model, "ids": self.ids.tolist(), **job})
+        return self.run(python, HERE / script, {"model": self.args.model, "ids": self.peer_ids.tolist(), **job})
 
     def autoq(self, formats: list[str] | None, size: int, is_tied: bool) -> dict[str, Any]:
         job = {"model": self.args.model, "ids": self.ids.tolist(), "formats": formats, "bytes": size, "tied": is_tied}
@@ -189,6 +190,11 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--bits", type=float, default=4.9, help="what the peers are asked for, as they count")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peer-samples", type=int, help="sequences for the peers; default: as many as autoq's")
+    parser.add_argument(
+        "--kl-div", type=int, default=2, help="sequences that ModelOpt's kl_div is given (240 passes over each); 0 leaves it out"
+    )
+    parser.add_argument("--one-way", action="store_true", help="run AutoScheme block by block only, not also by one backward pass")
     args = parser.parse_args()
     args.environments = args.environments.resolve()
     args.model = str(Path(args.model).resolve())
@@ -207,18 +213,20 @@ def main() -> None:
     )
     mine = contest.autoq(["int4_g64", "int8"], theirs["bytes"], True)
     same = add("autoq, the same two formats", mine, contest.simulated(*simulator, mine["formats"], contest.tied), "ModelOpt")
-    divergence = contest.peer("modelopt", "peer_modelopt.py", bits=args.bits, method="kl_div", score_sequences=2, batch=1)
-    add(
-        "ModelOpt auto_quantize, kl_div, 2 sequences",
-        divergence,
-        contest.simulated(*simulator, divergence["formats"], contest.tied),
-        "ModelOpt",
-    )
+    if args.kl_div:
+        divergence = contest.peer(
+            "modelopt", "peer_modelopt.py", bits=args.bits, method="kl_div", score_sequences=args.kl_div, batch=1
+        )
+        kl = contest.simulated(*simulator, divergence["formats"], contest.tied)
+        add(f"ModelOpt auto_quantize, kl_div, {args.kl_div} sequences", divergence, kl, "ModelOpt")
     own = add("ModelOpt auto_quantize, gradient", gradient, contest.measured(gradient["formats"]), "autoq")
     every = contest.autoq(None, theirs["bytes"], True)
     best = add("autoq, all its weight formats", every, contest.measured(every["formats"]), "autoq")
 
-    ways = [contest.peer("auto-round", "peer_auto_scheme.py", bits=args.bits, low_gpu=low) for low in (True, False)]
+    ways = [
+        contest.peer("auto-round", "peer_auto_scheme.py", bits=args.bits, low_gpu=low)
+        for low in ((True,) if args.one_way else (True, False))
+    ]
     scheme = min(ways, key=lambda found: found["seconds"])  # the peer at its best
     renamed = {"int4_g64": "int4_g64_full", "int8": "int8_full"}
     scheme["formats"] = {n: renamed.get(f, f) for n, f in scheme["formats"].items()}
@@ -251,7 +259,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     results = {
         "commit": commit, "machine": f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}",
-        "text": [Path(args.calib).name, Path(args.eval).name], "samples": args.samples, "windows": args.windows, "asked_bits": args.bits,
+        "text": [Path(args.calib).name, Path(args.eval).name], "samples": args.samples, "peer_samples": len(contest.peer_ids), "windows": args.windows, "asked_bits": args.bits,
         "rows": rows, "bars": [{"what": w, "measured": m, "limit": limit, "holds": m <= limit} for w, m, limit in bars],
     }  # fmt: skip
     write_atomically(args.out, json.dumps(results, indent=1) + "\n")
