@@ -155,23 +155,23 @@ def encode_blocks_kernel(
     if GROUP == 0:
         place = codes_ptr + row[:, None, None].to(tl.int64) * row_bytes + column
         tl.store(place, word.to(tl.uint8), mask=inside[:, :, None] & (inner < BLOCK))
-        return
-    word = tl.reshape(word, (ROWS, BLOCKS * BLOCK))
-    if GROUP >= 2:
-        first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 2, 2)))
-        word = first | (second << BITS)
-    if GROUP >= 4:
-        first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 4, 2)))
-        word = first | (second << (2 * BITS))
-    if GROUP >= 8:
-        first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 8, 2)))
-        word = first | (second << (4 * BITS))
-    BYTES: tl.constexpr = GROUP * BITS // 8
-    place = tl.program_id(1) * (BLOCKS * BLOCK // GROUP) + tl.arange(0, BLOCKS * BLOCK // GROUP)
-    target = codes_ptr + row[:, None].to(tl.int64) * row_bytes + place[None, :] * BYTES
-    written = (row[:, None] < rows) & (place[None, :] < blocks * (BLOCK // GROUP))
-    for byte in tl.static_range(BYTES):
-        tl.store(target + byte, ((word >> (8 * byte)) & 255).to(tl.uint8), mask=written)
+    else:
+        word = tl.reshape(word, (ROWS, BLOCKS * BLOCK))
+        if GROUP >= 2:
+            first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 2, 2)))
+            word = first | (second << BITS)
+        if GROUP >= 4:
+            first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 4, 2)))
+            word = first | (second << (2 * BITS))
+        if GROUP >= 8:
+            first, second = tl.split(tl.reshape(word, (ROWS, BLOCKS * BLOCK // 8, 2)))
+            word = first | (second << (4 * BITS))
+        BYTES: tl.constexpr = GROUP * BITS // 8
+        place = tl.program_id(1) * (BLOCKS * BLOCK // GROUP) + tl.arange(0, BLOCKS * BLOCK // GROUP)
+        target = codes_ptr + row[:, None].to(tl.int64) * row_bytes + place[None, :] * BYTES
+        written = (row[:, None] < rows) & (place[None, :] < blocks * (BLOCK // GROUP))
+        for byte in tl.static_range(BYTES):
+            tl.store(target + byte, ((word >> (8 * byte)) & 255).to(tl.uint8), mask=written)
 
 
 @triton.jit

@@ -177,8 +177,8 @@ MISTAKES = [
     (["search", "--memory", "much"], "give bytes, such as 24GiB"),
     (["search", "--kv-budget", "6", "--batch", "3000000000"], "--batch is 3000000000"),
     (
-        ["search", "--memory", "6MiB", "--engine", "llama.cpp"],
-        "what --engine llama.cpp can run of the search space 'default' has none",
+        ["search", "--memory", "6MiB", "--engine", "llama.cpp", "--space", "int"],
+        "what --engine llama.cpp can run of the search space 'int' has none",
     ),
     (["memory", "--memory", ""], "give bytes"),
     (["memory", "--target", "h10", "--memory", "1GiB"], "h100"),
