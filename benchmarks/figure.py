@@ -151,7 +151,7 @@ def peers_table(results: dict[str, Any]) -> str:
         "| search | bits | its own count | measured in | KL | seconds | CPU seconds | peak memory |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in results["rows"]:
+    for row in (row for part in results.values() for row in part["rows"]):
         own = "" if row["own_bits"] is None else f"{row['own_bits']:.3f}"
         lines.append(
             f"| {row['search']} | {row['bits']:.3f} | {own} | {row['simulator']} | {row['kl']:.4f} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} | "
@@ -159,7 +159,9 @@ def peers_table(results: dict[str, Any]) -> str:
         )
     lines += ["", "| against the peer | measured | bar |", "|---|---|---|"]
     lines += [
-        f"| {b['what']} | {b['measured']:.2f} | {b['limit']:.2f}{'' if b['holds'] else ' (missed)'} |" for b in results["bars"]
+        f"| {b['what']} | {b['measured']:.2f} | {b['limit']:.2f}{'' if b['holds'] else ' (missed)'} |"
+        for part in results.values()
+        for b in part["bars"]
     ]
     return "\n".join(lines)
 

@@ -179,6 +179,104 @@ def row(contest: Contest, who: str, found: dict[str, Any], kl: list[float], wher
     }  # fmt: skip
 
 
+Part = dict[str, Any]
+
+
+def beside_modelopt(contest: Contest) -> Part:
+    """ModelOpt's searches, autoq's under the same bytes, and the bars."""
+    args, rows = contest.args, Rows(contest)
+
+    def simulated(found: dict[str, Any]) -> list[float]:
+        return contest.simulated("modelopt", "modelopt", "modelopt", found["formats"], contest.tied)
+
+    gradient = contest.peer("modelopt", "peer_modelopt.py", bits=args.bits, method="gradient")
+    theirs = rows.add("ModelOpt auto_quantize, gradient", gradient, simulated(gradient), "ModelOpt")
+    mine = contest.autoq(["int4_g64", "int8"], theirs["bytes"], True)
+    same = rows.add("autoq, the same two formats", mine, simulated(mine), "ModelOpt")
+    own = rows.add("ModelOpt auto_quantize, gradient", gradient, contest.measured(gradient["formats"]), "autoq")
+    every = contest.autoq(None, theirs["bytes"], True)
+    best = rows.add("autoq, all its weight formats", every, contest.measured(every["formats"]), "autoq")
+    if args.kl_div:
+        job = {"bits": args.bits, "method": "kl_div", "score_sequences": args.kl_div, "batch": 1}
+        divergence = contest.peer("modelopt", "peer_modelopt.py", **job)
+        rows.add(f"ModelOpt auto_quantize, kl_div, {args.kl_div} sequences", divergence, simulated(divergence), "ModelOpt")
+    return rows.part(
+        bar("KL / ModelOpt's, same formats and bytes", same["kl"] / theirs["kl"], 1.03),
+        bar("search time / ModelOpt's", same["seconds"] / theirs["seconds"], 1 / 3),
+        bar("KL / ModelOpt's, all of autoq's formats", best["kl"] / own["kl"], 0.65),
+    )
+
+
+def beside_auto_round(contest: Contest) -> Part:
+    """AutoScheme with every matrix free, autoq's search of free and of tied matrices under the same bytes, and the bars."""
+    args, rows = contest.args, Rows(contest)
+
+    def simulated(found: dict[str, Any], units: ModelUnits) -> list[float]:
+        return contest.simulated("auto-round", "auto-round", "auto_round", found["formats"], units)
+
+    settings = (True,) if args.one_way else (True, False)
+    ways = [contest.peer("auto-round", "peer_auto_scheme.py", bits=args.bits, low_gpu=low) for low in settings]
+    scheme = min(ways, key=lambda found: found["seconds"])  # the peer at its best
+    renamed = {"int4_g64": "int4_g64_full", "int8": "int8_full"}
+    scheme["formats"] = {n: renamed.get(f, f) for n, f in scheme["formats"].items()}
+    auto = rows.add("AutoRound AutoScheme, matrices free", scheme, simulated(scheme, contest.free), "AutoRound")
+    free = contest.autoq(["int4_g64_full", "int8_full"], auto["bytes"], False)
+    loose = rows.add("autoq, the same two formats, matrices free", free, simulated(free, contest.free), "AutoRound")
+    tied = contest.autoq(["int4_g64_full", "int8_full"], auto["bytes"], True)
+    rows.add("autoq, the same two formats, q/k/v and gate/up tied", tied, simulated(tied, contest.tied), "AutoRound")
+    return rows.part(
+        bar("KL / AutoScheme's, same formats and bytes", loose["kl"] / auto["kl"], 0.90),
+        bar("search time / AutoScheme's", loose["seconds"] / auto["seconds"], 1 / 3),
+    )
+
+
+PEERS = {"modelopt": beside_modelopt, "auto-round": beside_auto_round}
+
+
+class Rows:
+    """The searches of one part, printed as they come."""
+
+    def __init__(self, contest: Contest) -> None:
+        self.contest = contest
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, who: str, found: dict[str, Any], kl: list[float], where: str) -> dict[str, Any]:
+        self.rows.append(row(self.contest, who, found, kl, where))
+        print({k: v for k, v in self.rows[-1].items() if k != "windows"}, flush=True)
+        return self.rows[-1]
+
+    def part(self, *bars: dict[str, Any]) -> Part:
+        args = self.contest.args
+        return {
+            "commit": commit(), "machine": f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}",
+            "text": [Path(args.calib).name, Path(args.eval).name], "samples": len(self.contest.ids),
+            "peer_samples": len(self.contest.peer_ids), "windows": args.windows, "asked_bits": args.bits, "rows": self.rows, "bars": list(bars),
+        }  # fmt: skip
+
+
+def bar(what: str, measured: float, limit: float) -> dict[str, Any]:
+    return {"what": what, "measured": measured, "limit": limit, "holds": measured <= limit}
+
+
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def show(results: dict[str, Part]) -> None:
+    console = Console(width=150)
+    table = Table(box=None)
+    names = ("search", "bits", "own_bits", "kl", "simulator", "seconds", "cpu_seconds")
+    for name in names:
+        table.add_column(name)
+    for part in results.values():
+        for one in part["rows"]:
+            table.add_row(*(f"{one[n]:.4g}" if isinstance(one[n], float) else str(one[n]) for n in names))
+    console.print(table)
+    for part in results.values():
+        for one in part["bars"]:
+            console.print(f"{'holds ' if one['holds'] else 'MISSED'} {one['what']}: {one['measured']:.3f} (bar {one['limit']:.3f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -186,11 +284,14 @@ def main() -> None:
     parser.add_argument("--eval", required=True)
     parser.add_argument("--environments", type=Path, default=Path(".venv/consumers"))
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument(
+        "--peers", nargs="+", choices=list(PEERS), default=list(PEERS), help="what is known of the others stays in --out"
+    )
     parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--peer-samples", type=int, help="sequences for the peers; default: as many as autoq's")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--bits", type=float, default=4.9, help="what the peers are asked for, as they count")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peer-samples", type=int, help="sequences for the peers; default: as many as autoq's")
     parser.add_argument(
         "--kl-div", type=int, default=2, help="sequences that ModelOpt's kl_div is given (240 passes over each); 0 leaves it out"
     )
@@ -199,79 +300,11 @@ def main() -> None:
     args.environments = args.environments.resolve()
     args.model = str(Path(args.model).resolve())
     contest = Contest(args)
-    rows: list[dict[str, Any]] = []
-
-    def add(*what: Any) -> dict[str, Any]:
-        rows.append(row(contest, *what))
-        print({k: v for k, v in rows[-1].items() if k != "windows"}, flush=True)
-        return rows[-1]
-
-    simulator = ("modelopt", "modelopt", "modelopt")
-    gradient = contest.peer("modelopt", "peer_modelopt.py", bits=args.bits, method="gradient")
-    theirs = add(
-        "ModelOpt auto_quantize, gradient", gradient, contest.simulated(*simulator, gradient["formats"], contest.tied), "ModelOpt"
-    )
-    mine = contest.autoq(["int4_g64", "int8"], theirs["bytes"], True)
-    same = add("autoq, the same two formats", mine, contest.simulated(*simulator, mine["formats"], contest.tied), "ModelOpt")
-    if args.kl_div:
-        divergence = contest.peer(
-            "modelopt", "peer_modelopt.py", bits=args.bits, method="kl_div", score_sequences=args.kl_div, batch=1
-        )
-        kl = contest.simulated(*simulator, divergence["formats"], contest.tied)
-        add(f"ModelOpt auto_quantize, kl_div, {args.kl_div} sequences", divergence, kl, "ModelOpt")
-    own = add("ModelOpt auto_quantize, gradient", gradient, contest.measured(gradient["formats"]), "autoq")
-    every = contest.autoq(None, theirs["bytes"], True)
-    best = add("autoq, all its weight formats", every, contest.measured(every["formats"]), "autoq")
-
-    ways = [
-        contest.peer("auto-round", "peer_auto_scheme.py", bits=args.bits, low_gpu=low)
-        for low in ((True,) if args.one_way else (True, False))
-    ]
-    scheme = min(ways, key=lambda found: found["seconds"])  # the peer at its best
-    renamed = {"int4_g64": "int4_g64_full", "int8": "int8_full"}
-    scheme["formats"] = {n: renamed.get(f, f) for n, f in scheme["formats"].items()}
-    simulator = ("auto-round", "auto-round", "auto_round")
-    auto = add(
-        "AutoRound AutoScheme, matrices free", scheme, contest.simulated(*simulator, scheme["formats"], contest.free), "AutoRound"
-    )
-    free = contest.autoq(["int4_g64_full", "int8_full"], auto["bytes"], False)
-    loose = add(
-        "autoq, the same two formats, matrices free",
-        free,
-        contest.simulated(*simulator, free["formats"], contest.free),
-        "AutoRound",
-    )
-    tied = contest.autoq(["int4_g64_full", "int8_full"], auto["bytes"], True)
-    add(
-        "autoq, the same two formats, q/k/v and gate/up tied",
-        tied,
-        contest.simulated(*simulator, tied["formats"], contest.tied),
-        "AutoRound",
-    )
-
-    bars = [
-        ("KL / ModelOpt's, same formats and bytes", same["kl"] / theirs["kl"], 1.03),
-        ("search time / ModelOpt's", same["seconds"] / theirs["seconds"], 1 / 3),
-        ("KL / ModelOpt's, all of autoq's formats", best["kl"] / own["kl"], 0.65),
-        ("KL / AutoScheme's, same formats and bytes", loose["kl"] / auto["kl"], 0.90),
-        ("search time / AutoScheme's", loose["seconds"] / auto["seconds"], 1 / 3),
-    ]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    results = {
-        "commit": commit, "machine": f"{platform.machine()}, {args.threads} threads, torch {torch.__version__}",
-        "text": [Path(args.calib).name, Path(args.eval).name], "samples": args.samples, "peer_samples": len(contest.peer_ids), "windows": args.windows, "asked_bits": args.bits,
-        "rows": rows, "bars": [{"what": w, "measured": m, "limit": limit, "holds": m <= limit} for w, m, limit in bars],
-    }  # fmt: skip
-    write_atomically(args.out, json.dumps(results, indent=1) + "\n")
-    console = Console(width=150)
-    table = Table(box=None)
-    for name in ("search", "bits", "own_bits", "kl", "simulator", "seconds", "cpu_seconds"):
-        table.add_column(name)
-    for one in rows:
-        table.add_row(*(f"{one[c.header]:.4g}" if isinstance(one[c.header], float) else str(one[c.header]) for c in table.columns))  # type: ignore[index]
-    console.print(table)
-    for one in results["bars"]:
-        console.print(f"{'holds ' if one['holds'] else 'MISSED'} {one['what']}: {one['measured']:.3f} (bar {one['limit']:.3f})")
+    results: dict[str, Part] = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    for name in args.peers:
+        results[name] = PEERS[name](contest)
+        write_atomically(args.out, json.dumps(results, indent=1) + "\n")
+    show(results)
 
 
 if __name__ == "__main__":
