@@ -14,6 +14,11 @@ from tests.consumers.conftest import Bench, Driver, apart, exported, formats_of
 pytestmark = [pytest.mark.consumers, pytest.mark.parametrize("bench", ["bfloat16"], indirect=True)]
 
 
+# It divides by scales in bfloat16, whose 8 bits are few beside those of a code: about 3 % of E4M3 codes and a quarter of the int8 codes come
+# out one off, and int8's error doubles. Limits of `apart`.
+IN_BFLOAT16 = {"fp8": 0.5, "fp8_w8a8": 0.5, "int8_half": 1.5, "int8_w8a8_half": 1.5}
+
+
 def test_oneshot_saves_what_autoq_means(bench: Bench, drive: Driver, tmp_path: Path) -> None:
     layers = dict.fromkeys(range(6), ("fp8", "fp8"))
     path = bench.recipe([*formats_of("llm-compressor"), "bf16"], layers)
@@ -26,9 +31,11 @@ def test_oneshot_saves_what_autoq_means(bench: Bench, drive: Driver, tmp_path: P
     assert imported.cache_formats() == recipe.cache_formats()
 
     assert set(found["scales"]) == {layer.module for layer in recipe.kv}
+    formats = {t: e.format for e in recipe.weights.values() for t in e.tensors}
     for name, weight in bench.weights(recipe, share_tensor_scales=True).items():
-        # It works in bfloat16, and keeps the inverse of nvfp4's tensor scale: block scales next to a tie fall on the other side.
-        assert apart(found["weights"][name], weight, bench.original(name)) < 0.15, name
+        original, written = bench.original(name), found["weights"][name]
+        assert apart(written, weight, original) < IN_BFLOAT16.get(formats[name], 0.3), name
+        assert 0.7 < float((written - original).square().sum() / (weight - original).square().sum()) < 2.5, name
     mine = bench.kl(recipe)
     assert sum(found["kl"]) == pytest.approx(sum(mine), rel=0.05)
 
