@@ -183,7 +183,8 @@ def main() -> None:
         ("peers", peers_table),
     ):
         file = source / {"cache": "kv.json"}.get(mark, f"{mark}.json")
-        text = between_marks(text, mark, made(json.loads(file.read_text())))  # type: ignore[operator]
+        if file.is_file():
+            text = between_marks(text, mark, made(json.loads(file.read_text())))  # type: ignore[operator]
     readme.write_text(text)
 
 
