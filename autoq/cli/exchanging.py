@@ -80,7 +80,7 @@ def import_(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The recipe to write.")] = Path("imported.yaml"),
+    out: Annotated[Path, typer.Option(help="The recipe to write; nothing may be there yet.")] = Path("imported.yaml"),
     calib: Annotated[
         str | None,
         typer.Option(

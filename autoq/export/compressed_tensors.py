@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoq.export import quantization_args as args
-from autoq.export.consumer import Consumer, Found
+from autoq.export.consumer import Consumer, Found, whole_groups
 from autoq.export.documents import parse, to_json
 from autoq.export.subject import Subject
 
@@ -48,6 +48,6 @@ CONSUMER = Consumer(
     "one",
     write,
     read,
-    refuses=args.refuses,
+    refuses=whole_groups,
     notes=("it describes packed weights: the checkpoint has to hold them",),
 )

@@ -76,3 +76,10 @@ def same_numbers(one: Format, other: Format) -> bool:
         return stored(fmt), fmt.rule, fmt.tensor_range if fmt.tensor_scale else None
 
     return numbers(one) == numbers(other)
+
+
+def whole_groups(layer: Layer, fmt: Format) -> str | None:
+    """Say why a consumer that packs whole groups only cannot take a layer, or None."""
+    if fmt.block is not None and layer.width % fmt.block:
+        return f"a width of {layer.width} is no multiple of the group size {fmt.block}"
+    return None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoq.errors import UserError
-from autoq.export.consumer import Consumer, Found
+from autoq.export.consumer import Consumer, Found, whole_groups
 from autoq.export.documents import parse, to_json
 from autoq.export.integers import integer
 from autoq.export.subject import Layer, Subject
@@ -81,9 +81,7 @@ def _pattern(key: str, name: str) -> re.Pattern[str]:
 def _refuses(layer: Layer, fmt: Format) -> str | None:
     if layer.width % 32 or layer.shape[-2] % 32:
         return f"a weight of {layer.shape[-2]} x {layer.width} does not divide by 32"
-    if fmt.block is not None and layer.width % fmt.block:
-        return f"a width of {layer.width} is no multiple of the group size {fmt.block}"
-    return None
+    return whole_groups(layer, fmt)
 
 
 def _overhead(layer: Layer) -> int:

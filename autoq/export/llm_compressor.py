@@ -12,7 +12,7 @@ from typing import Any
 
 from autoq.errors import UserError
 from autoq.export import quantization_args as args
-from autoq.export.consumer import Consumer, Found
+from autoq.export.consumer import Consumer, Found, whole_groups
 from autoq.export.documents import parse, to_yaml
 from autoq.export.subject import Subject
 
@@ -63,7 +63,7 @@ CONSUMER = Consumer(
     "one",
     write,
     read,
-    refuses=args.refuses,
+    refuses=whole_groups,
     notes=(
         "fp8 caches are calibrated by llm-compressor, on the dataset that you give `oneshot`",
         "nvfp4 weights of q, k, v (and of gate, up) share one tensor scale in llm-compressor",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoq.errors import UserError
-from autoq.export.consumer import Consumer, Found
+from autoq.export.consumer import Consumer, Found, whole_groups
 from autoq.export.documents import at, parse, to_json
 from autoq.export.integers import integer
 from autoq.export.subject import Layer, Subject
@@ -72,12 +72,6 @@ def read(files: Mapping[str, str], subject: Subject) -> Found:
     return Found(weights, {}, tuple(problems), tuple(notes))
 
 
-def _refuses(layer: Layer, fmt: Format) -> str | None:
-    if fmt.block is not None and layer.width % fmt.block:
-        return f"a width of {layer.width} is no multiple of the group size {fmt.block}"
-    return None
-
-
 def _overhead(layer: Layer) -> int:
     """Bits of an offset of 16 bits in place of a zero point, for every affine group."""
     element = layer.format.element
@@ -93,6 +87,6 @@ CONSUMER = Consumer(
     write,
     read,
     overhead=_overhead,
-    refuses=_refuses,
+    refuses=whole_groups,
     notes=("MLX stores an offset of 16 bits for every group where autoq has an integer zero point: nearly the same values", "not run here: MLX needs Apple silicon"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from autoq.errors import UserError, unknown
 from autoq.export.consumer import Found
 from autoq.export.integers import integer
-from autoq.export.subject import KV_ORIGINAL, Layer, Subject
+from autoq.export.subject import KV_ORIGINAL, Subject
 from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
 from autoq.formats.format import Format
 
@@ -61,13 +61,6 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 CACHES: dict[str, dict[str, Any]] = {
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
 }
-
-
-def refuses(layer: Layer, fmt: Format) -> str | None:
-    """Say why compressed-tensors cannot take a layer: it packs whole groups only."""
-    if fmt.block is not None and layer.width % fmt.block:
-        return f"a width of {layer.width} is no multiple of the group size {fmt.block}"
-    return None
 
 
 def groups(subject: Subject, with_packing: bool) -> dict[str, dict[str, Any]]:

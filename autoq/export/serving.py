@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autoq.cost.engines import ENGINES, loads
 from autoq.export import hf_quant_config, llm_compressor, modelopt, quantization_args
-from autoq.export.consumer import Consumer, Found
+from autoq.export.consumer import Consumer, Found, whole_groups
 from autoq.export.documents import parse, to_json, to_yaml
 from autoq.export.subject import KV_ORIGINAL, Subject
 from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
@@ -109,7 +109,7 @@ VLLM = Consumer(
     "one and skipped",
     _vllm,
     _read_vllm,
-    refuses=quantization_args.refuses,
+    refuses=whole_groups,
     notes=(
         _SHARED,
         "vLLM takes weight-only MXFP4 and MXFP8 for formats with inputs of the same kind: where a device multiplies them, inputs are rounded too",
@@ -123,7 +123,7 @@ SGLANG = Consumer(
     "one",
     _sglang,
     _read_sglang,
-    refuses=quantization_args.refuses,
+    refuses=whole_groups,
     notes=(_SHARED, "not run here: SGLang needs a GPU"),
 )
 TENSORRT_LLM = Consumer(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoq.errors import UserError
-from autoq.export.consumer import Consumer, Found
+from autoq.export.consumer import Consumer, Found, whole_groups
 from autoq.export.documents import at, parse, to_json
 from autoq.export.subject import Layer, Subject
 from autoq.formats.catalog import WEIGHT_FORMATS
@@ -97,12 +97,6 @@ def _matches(key: str, layer: str, name: str) -> bool:
         raise UserError(f"{name!r}: {key!r} is no regular expression: {error}") from error
 
 
-def _refuses(layer: Layer, fmt: Format) -> str | None:
-    if fmt.block is not None and layer.width % fmt.block:
-        return f"a width of {layer.width} is no multiple of the group size {fmt.block}"
-    return None
-
-
 def _overhead(layer: Layer) -> int:
     """Bits beyond ours: a byte for every integer below 8 bits, and a zero point of a byte for every group."""
     element = layer.format.element
@@ -121,6 +115,6 @@ CONSUMER = Consumer(
     write,
     read,
     overhead=_overhead,
-    refuses=_refuses,
+    refuses=whole_groups,
     notes=("torchao keeps integers below 8 bits unpacked, one byte a value, until another backend packs them",),
 )  # fmt: skip
