@@ -70,12 +70,12 @@ def open_run(asked: Path | None, resume: bool, model: str) -> RunFolder:
     return RunFolder(path)
 
 
-def make_folder(path: Path) -> None:
-    """Create a run folder; raises UserError where that is not allowed."""
+def make_folder(path: Path, option: str = "--run") -> None:
+    """Create the folder that an option names; raises UserError where that is not allowed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--run {str(path)!r} cannot be made: {error.strerror}") from error
+        raise UserError(f"{option} {str(path)!r} cannot be made: {error.strerror}") from error
 
 
 @contextmanager

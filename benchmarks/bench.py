@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from autoq.allocation.space import load_space
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
 from autoq.measure.divergence import Yardstick
@@ -27,7 +28,6 @@ from autoq.model.quantized import Assignment
 from autoq.model.text import cut_again, own_bos, sequences, text_sources
 from autoq.model.units import find_units
 from autoq.run_folder import write_atomically
-from autoq.search.space import load_space
 
 CONTEXT = 8192
 FEW = 16  # sequences of the recipes that are made from half the default

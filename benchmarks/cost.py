@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from autoq.allocation.space import load_space
 from autoq.measure.damage import DamageScorer
 from autoq.model.load import load_model, load_tokenizer, model_source
 from autoq.model.text import sequences, text_sources
 from autoq.model.units import find_units
 from autoq.run_folder import write_atomically
-from autoq.search.space import load_space
 
 
 def anonymous_bytes() -> int:

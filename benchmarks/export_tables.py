@@ -12,7 +12,7 @@ from typing import Any
 
 from figure import between_marks
 
-from autoq.export.consumers import CONSUMERS
+from autoq.exporters.consumers import CONSUMERS
 
 MIXING = {
     "free": "any anywhere",

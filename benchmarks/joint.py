@@ -14,15 +14,15 @@ from typing import Any
 
 from bench import CONTEXT, Bench, arguments, bar, corrected_table, fit_text, provenance, ratio, show
 
+from autoq.allocation.problem import Option, make_problem
+from autoq.allocation.solver import solve, total_damage
+from autoq.allocation.space import load_space
 from autoq.api import assignment_of
 from autoq.budget import Budget, Budgets, parse_budget
 from autoq.cost.bits import weight_cost
 from autoq.cost.kv_memory import cache_bits, kv_cost
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable
-from autoq.search.problem import Option, make_problem
-from autoq.search.solver import solve, total_damage
-from autoq.search.space import load_space
 
 SHARES = (4.5, 5.5)  # sixteenths of everything in 16 bit
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from bench import CONTEXT, Bench, arguments, bar, corrected_table, fit_text, provenance, show
 
+from autoq.allocation.problem import make_problem
+from autoq.allocation.solver import solve, total_damage
+from autoq.allocation.space import load_space
 from autoq.api import assignment_of
 from autoq.budget import Budgets, parse_budget
 from autoq.cost.kv_memory import kv_cost
@@ -22,9 +25,6 @@ from autoq.measure.divergence import Yardstick
 from autoq.model.load import load_tokenizer, model_source
 from autoq.model.quantized import Assignment
 from autoq.model.text import sequences, text_sources
-from autoq.search.problem import make_problem
-from autoq.search.solver import solve, total_damage
-from autoq.search.space import load_space
 
 BUDGETS = ("4.0", "4.5", "5.0", "6.0")
 LENGTHS = (256, 1024, 4096)

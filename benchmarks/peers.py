@@ -26,6 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from autoq.allocation.problem import make_problem
+from autoq.allocation.solver import solve
+from autoq.allocation.space import load_space
 from autoq.api import export
 from autoq.api.applying import recipe_assignment
 from autoq.api.entries import provenance, recipe_of
@@ -41,9 +44,6 @@ from autoq.model.text import sequences, text_sources
 from autoq.model.unit import ModelUnits, Unit
 from autoq.model.units import find_units
 from autoq.run_folder import write_atomically
-from autoq.search.problem import make_problem
-from autoq.search.solver import solve
-from autoq.search.space import load_space
 
 HERE = Path(__file__).resolve().parent
 DRIVERS = HERE.parent / "tests" / "consumers" / "drivers"
@@ -147,8 +147,8 @@ class Contest:
             made = provenance(0, "peers", self.args.calib, 0, 0, "float32", "cpu")
             recipe = recipe_of(self.args.model, self.model, units, weights, caches, {}, made, 1024)
             return export(recipe, consumer, out=self.folder / f"export-{self.count}").files[0]
-        from autoq.export.consumers import consumer_of
-        from autoq.export.subject import bare_subject
+        from autoq.exporters.consumers import consumer_of
+        from autoq.exporters.subject import bare_subject
 
         files = consumer_of(consumer).write(bare_subject(self.model, units, self.args.model).with_formats(weights, {}))
         path = self.folder / f"document-{self.count}.json"

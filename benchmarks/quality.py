@@ -14,6 +14,9 @@ from typing import Any
 
 from bench import CONTEXT, FEW, Bench, arguments, bar, corrected_table, fit_text, provenance, ratio, show
 
+from autoq.allocation.problem import Option, make_problem
+from autoq.allocation.solver import solve, total_damage
+from autoq.allocation.space import load_space
 from autoq.api import assignment_of
 from autoq.budget import Budgets, parse_budget
 from autoq.cost.bits import weight_cost
@@ -23,9 +26,6 @@ from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable, damage_table
 from autoq.measure.importance import input_importance
 from autoq.model.quantized import Assignment
-from autoq.search.problem import Option, make_problem
-from autoq.search.solver import solve, total_damage
-from autoq.search.space import load_space
 
 WEIGHT_ROWS = ("fp8", "int8", "mxfp6_e2m3", "int4_g32_asym", "nvfp4", "nvfp4_4over6", "nvfp4_lsq", "mxfp4",
                "int4_g64", "int4_g64_full", "int4_g128", "int3_g64_asym")  # fmt: skip

@@ -15,6 +15,11 @@ from typing import Any
 
 from bench import Bench, arguments, corrected_table, fit_text, provenance, show
 
+from autoq.allocation.baselines import fair_uniforms
+from autoq.allocation.problem import Option, make_problem, recipe_hash
+from autoq.allocation.solver import solve, total_bits, total_damage
+from autoq.allocation.space import load_space
+from autoq.allocation.weak_spots import WeakSpots, measure_weak_spots
 from autoq.api import assignment_of
 from autoq.api.trialling import question_choice
 from autoq.budget import Budgets, parse_budget
@@ -26,11 +31,6 @@ from autoq.model.load import load_tokenizer, model_source
 from autoq.model.quantized import Assignment, DecodedWeights
 from autoq.model.text import sequences, text_sources
 from autoq.model.unit import Unit
-from autoq.search.baselines import fair_uniforms
-from autoq.search.problem import Option, make_problem, recipe_hash
-from autoq.search.solver import solve, total_bits, total_damage
-from autoq.search.space import load_space
-from autoq.search.weak_spots import WeakSpots, measure_weak_spots
 from autoq.trials.objective import Objective, paired
 from autoq.trials.question import Question, Side, start_recipes
 from autoq.trials.storage import open_storage

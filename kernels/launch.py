@@ -37,5 +37,6 @@ def tile(device: torch.device) -> int:
     if interpreted():
         return INTERPRETER_VALUES
     raise AutoqError(
-        f"kernels cannot run on {device}: without a GPU they need Triton's interpreter, set TRITON_INTERPRET=1 before python starts"
+        f"kernels cannot run on {device}: without a GPU they need Triton's interpreter, which is chosen before triton is first imported: "
+        "load the model with autoq.load_model, or set TRITON_INTERPRET=1 before python starts"
     )

@@ -15,9 +15,10 @@ import yaml
 import autoq
 from autoq import cli
 from autoq.errors import UserError
+from autoq.recipe import read_recipe
 from tests.conftest import SEARCH_ARGUMENTS, llama_config, run_autoq
 
-COMMANDS = ("search", "profile", "front", "show", "formats", "memory")
+COMMANDS = ("search", "profile", "front", "show", "report", "formats", "memory", "doctor")
 
 
 def test_search_prints_one_json_object_with_the_promised_keys(demo_search: dict[str, Any]) -> None:
@@ -33,7 +34,10 @@ def test_search_prints_one_json_object_with_the_promised_keys(demo_search: dict[
     assert all(u["bits"] <= 4.501 and u["kv_bits"] <= 5.001 for u in found["uniform"])
     assert found["measured_kl"] > 10 * found["noise_floor"]
     assert {"prepare", "load", "profile", "correct", "solve", "measure"} <= set(found["seconds"])
-    assert found == json.loads((demo_search["cwd"] / found["run"] / "result.json").read_text())
+    kept = json.loads((demo_search["cwd"] / found["run"] / "result.json").read_text())
+    damage = kept.pop("damage")
+    assert found == kept
+    assert all(damage[unit] for unit in read_recipe(demo_search["cwd"] / found["recipe"]).weights)
 
 
 def test_the_recipe_beats_every_uniform_format_of_no_more_bits(demo_search: dict[str, Any]) -> None:

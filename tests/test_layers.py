@@ -8,18 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "autoq"
 LAYERS = [
     {"errors", "config", "process_memory", "urls", "__init__"},
-    {"yaml_file", "budget", "formats", "report.progress", "run_folder"},
+    {"yaml_file", "budget", "formats", "display.progress", "run_folder"},
     {"codec", "kernels"},
     {"recipe_formats"},
     {"recipe", "recipe_schema"},
     {"model"},
     {"cost"},
-    {"export"},
+    {"exporters"},
     {"measure"},
-    {"search"},
+    {"allocation"},
     {"trials"},
-    {"report"},
+    {"display"},
     {"api"},
+    {"verbs"},
     {"cli", "__main__"},
 ]
 
@@ -74,8 +75,8 @@ def test_the_command_line_imports_torch_only_when_needed() -> None:
         "errors",
         "budget",
         "run_folder",
-        "report.progress",
-        "report.formats",
+        "display.progress",
+        "display.formats",
         "formats.format",
         "formats.catalog",
     ):

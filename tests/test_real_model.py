@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from autoq.allocation.problem import Option, make_problem
+from autoq.allocation.solver import solve
 from autoq.budget import Budgets, parse_budget
 from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import kv_format
@@ -18,8 +20,6 @@ from autoq.model.quantized import Assignment
 from autoq.model.text import sequences, text_sources
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
-from autoq.search.problem import Option, make_problem
-from autoq.search.solver import solve
 from tests.conftest import gguf_file
 
 TOKENS = 256

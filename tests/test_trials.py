@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from autoq.allocation.space import load_space
+from autoq.display import trials as trials_report
 from autoq.recipe import read_recipe
-from autoq.report import trials as trials_report
-from autoq.search.space import load_space
 from tests.conftest import run_autoq
 
 ASKED = ("search", "--budget", "3.7bits", "--samples", "6", "--seq-len", "64", "--eval-samples", "6", "--eval-len", "64", "--correct", "2",

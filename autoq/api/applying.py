@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoq import recipe as recipes
+from autoq.allocation.problem import Option
 from autoq.errors import UserError, unknown
 from autoq.formats.calibration import Calibration
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.profile import model_fingerprint
 from autoq.model import load
+from autoq.model.given import name_of
 from autoq.model.quantized import Assignment
 from autoq.model.quantized import quantized as apply_assignment
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
-from autoq.search.problem import Option
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 def assignment_of(units: ModelUnits, choice: dict[str, Option], calibration: Mapping[str, Calibration]) -> Assignment:
@@ -54,15 +55,18 @@ def recipe_assignment(recipe: recipes.Recipe, units: ModelUnits) -> Assignment:
     return Assignment(recipe.weight_formats(), recipe.cache_formats(), recipe.calibration())
 
 
-def load_for(recipe: recipes.Recipe, model: str | None) -> tuple[PreTrainedModel, ModelUnits, PreTrainedTokenizerBase]:
-    """Load the model that a recipe is for (by default the one it names); return it with its units and tokenizer.
+def load_for(recipe: recipes.Recipe, model: PreTrainedModel | str | None) -> tuple[PreTrainedModel, ModelUnits, load.ModelSource]:
+    """Load the model that a recipe is for (by default the one it names) unless it is loaded; return it with its units and where it is from.
 
     Raises UserError if it has other weights.
     """
-    source = load.model_source(model or recipe.model.id)
-    loaded = load.load_model(source, load.pick_device("auto"), recipe.provenance.dtype)
+    if model is None or isinstance(model, str):
+        source = load.model_source(model or recipe.model.id)
+        loaded = load.load_model(source, load.pick_device("auto"), recipe.provenance.dtype)
+    else:
+        source, loaded = load.ModelSource(name_of(model), name_of(model)), model
     check_model(recipe, loaded)
-    return loaded, units_for(recipe, loaded), load.load_tokenizer(source)
+    return loaded, units_for(recipe, loaded), source
 
 
 def check_model(recipe: recipes.Recipe, model: PreTrainedModel) -> None:

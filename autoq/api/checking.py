@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
 from autoq.api.entries import totals
@@ -13,16 +13,19 @@ from autoq.cost.bits import unit_bits
 from autoq.cost.engines import Engine, engine_of, loads
 from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
-from autoq.export.consumers import consumer_of
-from autoq.export.fitting import fit
-from autoq.export.limits import priced_tokens
-from autoq.export.subject import KV_ORIGINAL, ORIGINAL, bare_subject
+from autoq.exporters.consumers import consumer_of
+from autoq.exporters.fitting import fit
+from autoq.exporters.limits import priced_tokens
+from autoq.exporters.subject import KV_ORIGINAL, ORIGINAL, bare_subject
 from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import Format, KVFormat
-from autoq.model import load
 from autoq.model.cache_units import unsearchable
+from autoq.model.given import shapes_of
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -38,22 +41,22 @@ class Checked:
 
 
 def check(
-    path: Path, model: str | None = None, engine: str | None = None, target: str | None = None, consumer: str | None = None
-) -> Checked:
+    recipe: recipes.Recipe | Path | str, model: PreTrainedModel | str | None = None, engine: str | None = None, target: str | None = None,
+    consumer: str | None = None,
+) -> Checked:  # fmt: skip
     """Check names, tied tensors, widths, cache formats and sums; then what the engine, the device and the tool can have.
 
     Args:
-        model: a name, a folder or a GGUF file, by default the one that the recipe names; its config is enough.
+        model: loaded, or a name, a folder or a GGUF file, by default the one that the recipe names; its config is enough.
         engine, target: by default those that the recipe was searched for. consumer: a name in CONSUMERS.
 
     Raises UserError for a recipe or a model that cannot be read.
     """
-    recipe = recipes.read_recipe(path)
+    recipe = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
     served_by = engine_of(recipe.budget.engine if engine is None else engine)
     device = target_of(recipe.budget.target if target is None else target)
     tool = consumer_of(consumer) if consumer is not None else None
-    source = load.model_source(model or recipe.model.id)
-    empty = load.empty_model(load.load_config(source))
+    source, _, empty = shapes_of(model or recipe.model.id)
     units = find_units(empty, ("lm_head",) if any(e.role == "head" or "lm_head" in n for n, e in recipe.weights.items()) else ())
     problems = []
     if type(empty).__name__ != recipe.model.architecture:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoq.allocation.baselines import Uniform, fair_uniforms
+from autoq.allocation.problem import Option, Problem, choice_of
+from autoq.allocation.solver import total_damage
 from autoq.api.applying import assignment_of
 from autoq.api.plan import Plan
 from autoq.api.profiling import Profiled
+from autoq.display.progress import Clock
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import DamageTable
-from autoq.report.progress import Clock
-from autoq.search.baselines import Uniform, fair_uniforms
-from autoq.search.problem import Option, Problem, choice_of
-from autoq.search.solver import total_damage
 
 MOST_UNIFORMS = 5  # uniform recipes measured beside a result, the most promising ones; after trials on one side every one
 SOLUTION = "exact solution"

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
+from autoq.allocation.corrections import measure_uniform
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.problem import Option, recipe_hash
+from autoq.allocation.weak_spots import Cells, measure_weak_spots
 from autoq.api.applying import assignment_of
 from autoq.api.profiling import Profiled
+from autoq.display.progress import Clock
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.divergence import Yardstick
-from autoq.measure.estimate import DamageTable, correction_factors, damage_table
-from autoq.measure.profile import UniformKL
+from autoq.measure.estimate import DamageTable, Predictor, correction_factors, damage_table
+from autoq.measure.profile import Profile, UniformKL
 from autoq.model.quantized import Assignment
 from autoq.model.text import cut_again
-from autoq.model.unit import Unit
-from autoq.report.progress import Clock
-from autoq.search.corrections import measure_uniform
-from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Option, recipe_hash
-from autoq.search.weak_spots import Cells, measure_weak_spots
+from autoq.model.unit import ModelUnits, Unit
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Prices:
     factors: dict[str, float]
     cells: Cells = field(default_factory=dict)
     measured: int = 0
+
+    def predictor(self, profile: Profile, units: ModelUnits) -> Predictor:
+        """Return what predicts choices with these corrections, and their errors."""
+        return Predictor(profile, units, factors=self.factors, cells=self.cells)
 
 
 def price(done: Profiled, floor: float, clock: Clock) -> Prices:

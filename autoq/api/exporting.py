@@ -6,20 +6,23 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import check_names
 from autoq.errors import AutoqError, UserError, unknown
-from autoq.export.consumer import ROUNDS, Consumer, same_numbers
-from autoq.export.consumers import CONSUMERS, consumer_of
-from autoq.export.fitting import Loss, fit
-from autoq.export.limits import priced_tokens
-from autoq.export.subject import KV_ORIGINAL, Subject, bare_subject
+from autoq.exporters.consumer import ROUNDS, Consumer, same_numbers
+from autoq.exporters.consumers import CONSUMERS, consumer_of
+from autoq.exporters.fitting import Loss, fit
+from autoq.exporters.limits import priced_tokens
+from autoq.exporters.subject import KV_ORIGINAL, Subject, bare_subject
 from autoq.formats.format import KVFormat
-from autoq.model import load
+from autoq.model.given import shapes_of
 from autoq.model.units import find_units
 from autoq.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPORT = "export.json"
 ALL = "all"
@@ -67,7 +70,11 @@ class ExportRefusedError(UserError):
 
 
 def export(
-    recipe: recipes.Recipe | Path | str, to: str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
+    recipe: recipes.Recipe | Path | str,
+    to: str,
+    out: Path | str | None = None,
+    rounding: str = "none",
+    model: PreTrainedModel | str | None = None,
 ) -> ExportReport:
     """Write a recipe for one consumer.
 
@@ -75,7 +82,7 @@ def export(
         to: a name in CONSUMERS. out: the folder; by default `export/<consumer>` beside the recipe.
         rounding: "none" refuses what the consumer lacks; "scales" lets it pick its own scales for the same bytes; "up" also takes
             the next better format it has.
-        model: where the model is, by default the one that the recipe names; its config is enough.
+        model: a loaded model or where it is, by default the one that the recipe names; its config is enough.
 
     Raises ExportRefusedError where something would be lost that `rounding` does not allow: its `report` names every loss.
     """
@@ -88,7 +95,10 @@ def export(
 
 
 def export_all(
-    recipe: recipes.Recipe | Path | str, out: Path | str | None = None, rounding: str = "none", model: str | None = None
+    recipe: recipes.Recipe | Path | str,
+    out: Path | str | None = None,
+    rounding: str = "none",
+    model: PreTrainedModel | str | None = None,
 ) -> list[ExportReport]:
     """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
     allowed = _round(rounding)
@@ -105,22 +115,37 @@ def export_all(
     return found
 
 
+def previews(
+    recipe: recipes.Recipe | Path, model: PreTrainedModel | str | None = None
+) -> list[tuple[ExportReport, dict[str, str]]]:
+    """Return what every consumer would get, rounded where need be, and its files by name; nothing is written."""
+    subject, found = _subject(recipe, model), []
+    for consumer in CONSUMERS.values():
+        report, fitted = _report(subject, consumer)
+        files: dict[str, str] = {}
+        try:
+            files = consumer.write(fitted)
+        except UserError as error:  # names that the consumer has none for
+            report = replace(report, refused=str(error))
+        found.append((report, files))
+    return found
+
+
 def _round(rounding: str) -> int:
     if rounding not in ROUNDS:
         raise unknown("value of --round", rounding, ROUNDS)
     return ROUNDS.index(rounding)
 
 
-def _subject(recipe: recipes.Recipe | Path | str, model: str | None) -> Subject:
+def _subject(recipe: recipes.Recipe | Path | str, model: PreTrainedModel | str | None) -> Subject:
     path = None if isinstance(recipe, recipes.Recipe) else Path(recipe)
     loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
     return replace(subject_of(loaded, model), recipe=path)
 
 
-def subject_of(recipe: recipes.Recipe, model: str | None = None) -> Subject:
+def subject_of(recipe: recipes.Recipe, model: PreTrainedModel | str | None = None) -> Subject:
     """Return a recipe on its model, of which only the config is read; raises UserError if it names what the model does not have."""
-    source = load.model_source(model or recipe.model.id)
-    empty = load.empty_model(load.load_config(source))
+    source, _, empty = shapes_of(model or recipe.model.id)
     if type(empty).__name__ != recipe.model.architecture:
         raise UserError(f"the recipe is for a {recipe.model.architecture}, and {source.name!r} is a {type(empty).__name__}")
     units = find_units(empty, ("lm_head",) if any(e.role == "head" for e in recipe.weights.values()) else ())

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoq.allocation.exchange import Solver
+from autoq.allocation.front import FrontPoint, TotalPoint, knees, sweep, sweep_total
+from autoq.allocation.problem import make_problem
+from autoq.allocation.solver import solve
+from autoq.allocation.space import load_space
 from autoq.api.plan import searchable
 from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import cache_values, context_of
+from autoq.display.html import front_html
 from autoq.errors import UserError
 from autoq.measure.damage import Candidates
-from autoq.measure.estimate import DamageTable, correction_factors, damage_table
+from autoq.measure.estimate import DamageTable, Predictor, correction_factors
 from autoq.measure.profile import Profile
 from autoq.model import load
+from autoq.model.given import Given
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
 from autoq.run_folder import RunFolder
-from autoq.search.exchange import Solver
-from autoq.search.front import FrontPoint, TotalPoint, knees, sweep, sweep_total
-from autoq.search.problem import make_problem
-from autoq.search.solver import solve
-from autoq.search.space import load_space
 
 if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
     from autoq.api.trialling import TrialsReport
 
 
@@ -77,6 +82,15 @@ class FrontResult:
             "trials": None if self.trials is None else self.trials.to_json(),
         }
 
+    def plot(self) -> Figure:
+        """Return damage against bits, with its error band and what was measured."""
+        from autoq.display import plots
+
+        return plots.front(self)
+
+    def _repr_html_(self) -> str:
+        return front_html(self)
+
 
 def bits_knees(points: Sequence[FrontPoint]) -> list[int]:
     """Return the indices of the knees of one side's front."""
@@ -95,11 +109,23 @@ def measured_knees(points: Sequence[MeasuredPoint]) -> list[int]:
 
 def point_json(point: FrontPoint) -> dict[str, Any]:
     """Return a point of a front as the commands' --json print it."""
-    return {"bits": point.bits, "bytes": point.bytes, "predicted_kl": point.predicted_kl, "formats": point.formats}
+    return {
+        "bits": point.bits, "bytes": point.bytes, "predicted_kl": point.predicted_kl, "predicted_kl_stderr": finite(point.stderr),
+        "formats": point.formats,
+    }  # fmt: skip
 
 
-def described(run: Path) -> SearchConfig:
-    """Return the options behind a run folder's profile; raises UserError if its run.json is damaged."""
+def finite(value: float | None) -> float | None:
+    """Return a number that JSON has, or None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def described(run: Path, given: Given | None = None) -> SearchConfig:
+    """Return the options behind a run folder's profile; raises UserError if its run.json is damaged.
+
+    Args:
+        given: with the model, where it is in memory already.
+    """
     description = RunFolder(run).description()
     try:
         model, space = str(description["model"]), description["space"]
@@ -108,7 +134,8 @@ def described(run: Path) -> SearchConfig:
         context = int(description["context"])
         if context < 1:
             raise ValueError(f"context {context}")
-        context_of(load.load_config(load.model_source(model)).get_text_config(decoder=True), context)
+        if given is None or given.model is None:
+            context_of(load.load_config(load.model_source(model)).get_text_config(decoder=True), context)
         return SearchConfig(model=model, space=space, include=tuple(description["include"]), context=context)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
@@ -132,17 +159,18 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     units, candidates, _ = searchable(find_units(empty, config.include), empty, load_space(config.space), kv_wanted=False)
     measured_on = max((found.sequences for found in profile.uniform_kl.values()), default=0)
     factors = correction_factors(profile, units, measured_on) if measured_on else {}
-    return predicted_fronts(run, units, candidates, damage_table(profile, units, factors=factors), config.context, budgets)
+    predictor = Predictor(profile, units, factors=factors)
+    return predicted_fronts(run, units, candidates, predictor.whole, config.context, budgets, error=predictor.error)
 
 
 def predicted_fronts(
     run: Path, units: ModelUnits, candidates: Candidates, table: DamageTable, context: int, budgets: Sequence[float] | None = None,
-    batch: int = 1, solver: Solver = solve,
+    batch: int = 1, solver: Solver = solve, error: Callable[[dict[str, str]], float] | None = None,
 ) -> FrontResult:  # fmt: skip
     """Return the fronts of damage over bits of the weights, bits of the cache, and bytes of both.
 
     Args:
-        context, batch: tokens and sequences that the cache is counted for. solver: keeps an engine's limits.
+        context, batch: tokens and sequences that the cache is counted for. solver: keeps an engine's limits. error: tells the standard error of a predicted choice.
     """
     everything = parse_budget("16bits")
     kv = everything if candidates.keys and candidates.values else None
@@ -151,7 +179,7 @@ def predicted_fronts(
     weights = frozenset(u.name for u in units.weights), units.searched
     caches = frozenset(u.name for u in units.caches), sum(cache_values(u, context, batch) for u in units.caches)
     sides = [
-        tuple(sweep(problem, names, values, asked, by)) if names else ()
+        tuple(sweep(problem, names, values, asked, by, error)) if names else ()
         for (names, values), by in ((weights, solve), (caches, solver))
     ]
     if not sides[0] and not sides[1]:

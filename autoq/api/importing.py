@@ -10,10 +10,11 @@ from autoq import recipe as recipes
 from autoq.api.entries import provenance, recipe_of
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import context_of
+from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
-from autoq.export.consumer import Found
-from autoq.export.importers import read
-from autoq.export.subject import Subject, bare_subject
+from autoq.exporters.consumer import Found
+from autoq.exporters.importers import read
+from autoq.exporters.subject import Subject, bare_subject
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.measure.calibrate import calibrate
@@ -22,7 +23,6 @@ from autoq.model.cache_units import unsearchable
 from autoq.model.text import STDLIB, sequences, text_sources
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
-from autoq.report.progress import Clock, Reporter, Silent
 
 
 @dataclass(frozen=True)

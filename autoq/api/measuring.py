@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from autoq import recipe as recipes
 from autoq.api.applying import recipe_assignment
+from autoq.display.progress import Clock
 from autoq.measure.divergence import Divergence, Yardstick
-from autoq.report.progress import Clock
+
+Recipe = TypeVar("Recipe", bound=recipes.Recipe)
 
 
 def six_digits(value: float) -> float:
@@ -35,7 +38,7 @@ def measured_entry(
     )  # fmt: skip
 
 
-def measure_recipe(yardstick: Yardstick, recipe: recipes.Recipe, text: str, clock: Clock) -> recipes.Recipe:
+def measure_recipe(yardstick: Yardstick, recipe: Recipe, text: str, clock: Clock) -> Recipe:
     """Return the recipe with what it measures on the yardstick's windows of `text`."""
     with clock.stage("measure", "measuring the recipe") as progress:
         divergence = yardstick.measure(recipe_assignment(recipe, yardstick.units), progress)

@@ -5,27 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autoq.allocation.engine import feasible_ways
+from autoq.allocation.problem import Problem, make_problem
+from autoq.allocation.space import load_space
 from autoq.budget import Budget, Budgets, parse_budget, parse_bytes
 from autoq.config import SearchConfig
 from autoq.cost.engines import Engine, engine_of, loads
 from autoq.cost.kv_memory import cache_values, context_of
 from autoq.cost.targets import Target, target_of
 from autoq.errors import UserError
-from autoq.export.consumers import consumer_of
-from autoq.export.limits import computed, serving
+from autoq.exporters.consumers import consumer_of
+from autoq.exporters.limits import computed, serving
 from autoq.formats.catalog import WEIGHT_FORMATS, kv_format
 from autoq.formats.format import KVFormat
 from autoq.measure.damage import Candidates, cache_refusal, weight_refusal
 from autoq.measure.estimate import DamageTable
 from autoq.model import load
 from autoq.model.cache_units import unsearchable
+from autoq.model.given import Given
 from autoq.model.text import text_sources
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
 from autoq.run_folder import RunFolder, open_run
-from autoq.search.engine import feasible_ways
-from autoq.search.problem import Problem, make_problem
-from autoq.search.space import load_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -44,6 +45,13 @@ class Plan:
     engine: Engine
     run: RunFolder
     notes: tuple[str, ...]
+    given: Given
+
+    @property
+    def limit(self) -> int | None:
+        """The model's maximum of tokens, or None where it has none."""
+        found: int | None = getattr(self.model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return found
 
     def problem(self, damage: DamageTable | None = None) -> Problem:
         """Return the allocation problem; raises UserError for a budget that cannot be met."""
@@ -61,8 +69,11 @@ class Plan:
         return found
 
 
-def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
+def make_plan(config: SearchConfig, budgets_needed: bool = True, given: Given | None = None) -> Plan:
     """Resolve names and refuse what cannot work, before any weight is read.
+
+    Args:
+        given: what is in memory already.
 
     Raises UserError for an unknown name, an impossible budget, or a model that is no causal language model.
     """
@@ -81,18 +92,19 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
     if asked.search_caches and not (candidates.keys and candidates.values):
         option = "--kv-budget" if asked.kv else "--memory"
         raise UserError(f"{option} needs formats for keys and values, but {_left_of(config)} lacks them")
-    text_sources(config.calib, config.eval)
+    given = given or Given()
+    if given.ids is None:
+        text_sources(config.calib, config.eval)
     load.dtype_name(config.dtype, "cpu")
     device = load.pick_device(config.device)
-    source = load.model_source(config.model)
-    model_config = load.load_config(source)
-    empty = load.empty_model(model_config)
+    source = load.model_source(config.model) if given.model is None else load.ModelSource(config.model, config.model)
+    model_config, empty = given.shapes(source)
     units, candidates, notes = searchable(find_units(empty, config.include), empty, candidates, asked.search_caches)
     if not units.weights:
         raise UserError(f"{config.model!r} has no weight that autoq can quantize")
     text_config = model_config.get_text_config(decoder=True)
     limit = getattr(text_config, "max_position_embeddings", None)
-    if limit and config.seq_len > limit:
+    if limit and given.ids is None and config.seq_len > limit:
         raise UserError(f"--seq-len is {config.seq_len}, beyond this model's maximum of {limit} tokens")
     run = open_run(config.run, config.resume, source.short_name)
     if engine.head_dim_multiple > 1 and (odd := {u.head_dim for u in units.caches if u.head_dim % engine.head_dim_multiple}):
@@ -100,7 +112,9 @@ def make_plan(config: SearchConfig, budgets_needed: bool = True) -> Plan:
             f"{engine.option} {engine.name} needs a head_dim that is a multiple of {engine.head_dim_multiple}, and this model's is {max(odd)}"
         )
     budgets = replace(asked, context=context_of(text_config, config.context), page=engine.page)
-    plan = Plan(replace(config, device=device), source, model_config, units, candidates, budgets, engine, run, (*removed, *notes))
+    plan = Plan(
+        replace(config, device=device), source, model_config, units, candidates, budgets, engine, run, (*removed, *notes), given
+    )
     problem = plan.problem()
     if engine.mixing != "free" and units.caches:
         feasible_ways(problem, units, engine)

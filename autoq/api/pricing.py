@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import recipe_assignment
@@ -12,14 +12,21 @@ from autoq.budget import Budgets
 from autoq.cost.engines import Engine, engine_of
 from autoq.cost.kv_memory import context_of, kv_cost
 from autoq.cost.targets import Target, target_of
+from autoq.display.html import memory_html
 from autoq.errors import UserError
 from autoq.formats.catalog import KV_FORMATS
 from autoq.formats.format import KVFormat
-from autoq.model import load
+from autoq.model.given import shapes_of
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from autoq.api.plan import Plan
+
 MOST_SEQUENCES = 2**20  # a model without a cache holds any number
+MOST_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,9 @@ class Memory:
 
     rows: list[dict[str, Any]]
     largest: list[dict[str, Any]]
+
+    def _repr_html_(self) -> str:
+        return memory_html(self.rows, self.largest)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class _Prices:
 
 
 def memory(
-    model: str, contexts: Sequence[int], batches: Sequence[int], recipe: recipes.Recipe | None = None,
+    model: PreTrainedModel | str, contexts: Sequence[int], batches: Sequence[int], recipe: recipes.Recipe | None = None,
     engine: str = "none", available: int | None = None, target: str = "any",
 ) -> Memory:  # fmt: skip
     """Price weights and cache for every KV format, context and batch; a config alone is enough.
@@ -69,12 +79,12 @@ def memory(
     for batch in batches:
         if batch < 1:
             raise UserError(f"a batch of {batch} holds no sequence: give 1 or more")
-    config = load.load_config(load.model_source(model))
+    _, config, empty = shapes_of(model)
     text_config = config.get_text_config(decoder=True)
     for context in contexts:
         context_of(text_config, context)
     has_head = recipe is not None and any(e.role == "head" for e in recipe.weights.values())
-    units = find_units(load.empty_model(config), ("lm_head",) if has_head else ())
+    units = find_units(empty, ("lm_head",) if has_head else ())
     prices = _Prices(units, engine_of(engine), recipe.totals.weight_bytes if recipe else 2 * units.parameters)
     formats = _cache_formats(units, prices.engine, target_of(target), recipe)
     rows = []
@@ -139,3 +149,18 @@ def _largest(
         "context_by_batch": {b: most(longest, lambda n, b=b: prices.peak(formats, n, b)) for b in batches},  # type: ignore[misc]
         "batch_by_context": {c: most(MOST_SEQUENCES, lambda n, c=c: prices.peak(formats, c, n)) for c in contexts},  # type: ignore[misc]
     }
+
+
+def cache_by_context(plan: Plan, recipe: recipes.Recipe) -> list[dict[str, int]]:
+    """Return the bytes of the recipe's cache, and of one in 16 bit, at doubling contexts up to the model's maximum or 1M tokens."""
+    if not plan.units.caches:
+        return []
+    longest = context_of(plan.model_config.get_text_config(decoder=True)) if plan.limit is None else min(plan.limit, MOST_TOKENS)
+    contexts = [2**i for i in range(7, 21) if 2**i < longest]
+    formats, original = recipe.cache_formats(), KV_FORMATS["bf16"]
+    rows = []
+    for context in [*contexts, longest]:
+        stored, _ = kv_cost(plan.units, formats, context, plan.budgets.batch)
+        whole, _ = kv_cost(plan.units, dict.fromkeys(formats, original), context, plan.budgets.batch)
+        rows.append({"context": context, "kv_bytes": -(-stored // 8), "kv_bytes_16bit": -(-whole // 8)})
+    return rows

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
+from autoq.allocation.baselines import fair_uniforms
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.problem import Limit, Problem
+from autoq.allocation.solver import total_bits
 from autoq.api.plan import Plan
 from autoq.budget import Budget, Budgets
 from autoq.config import SearchConfig
 from autoq.errors import AutoqError, UserError
-from autoq.formats.catalog import kv_format, weight_format
+from autoq.formats.catalog import define, is_own, kv_format, weight_format
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable
 from autoq.measure.profile import Profile
+from autoq.recipe_formats import FormatEntry, describe, format_of, kv_format_of
 from autoq.run_folder import write_atomically
-from autoq.search.baselines import fair_uniforms
-from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Limit, Problem
-from autoq.search.solver import total_bits
 from autoq.trials.question import MOST_BITS, Choice, Question, Side, start_recipes
 
 UNIFORM_STARTS = 2
@@ -53,7 +54,9 @@ class QuestionFile:
     def _content(self) -> dict[str, Any]:
         asked = ("target", "engine", "consumer", "include", "front")
         kinds = ("weights", "keys", "values")
-        return {
+        candidates = [f for kind in kinds for f in getattr(self.candidates, kind)]
+        own = {f.name: describe(f).model_dump() for f in candidates if is_own(f)}
+        return ({"own_formats": own} if own else {}) | {
             "budgets": asdict(self.budgets),
             "candidates": {kind: [f.name for f in getattr(self.candidates, kind)] for kind in kinds},
             "asked": {name: getattr(self.config, name) for name in asked},
@@ -75,7 +78,9 @@ class QuestionFile:
             found = json.loads(path.read_text(encoding="utf-8"))
             config = SearchConfig(**{**found["config"], "include": tuple(found["config"]["include"])})
             sides = {k: Budget(**found["budgets"][k]) if found["budgets"][k] else None for k in ("weights", "kv", "memory")}
-            names = found["candidates"]
+            names, own = found["candidates"], {n: FormatEntry(**e) for n, e in found.get("own_formats", {}).items()}
+            for name in own:
+                define(format_of(name, own) if name in names["weights"] else kv_format_of(name, own))
             candidates = Candidates(
                 tuple(map(weight_format, names["weights"])),
                 tuple(map(kv_format, names["keys"])),

@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from autoq import recipe as recipes
+from autoq.allocation.problem import Option
 from autoq.api.confirming import Confirmed, UniformResult
 from autoq.api.entries import cache_entries, provenance, totals, weight_entries, written_out
 from autoq.api.measuring import measured_entry, six_digits
-from autoq.api.profiling import Profiled
+from autoq.api.profiling import Profiled, measure_text, profile_text
+from autoq.api.recipe import Recipe
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.divergence import Divergence
 from autoq.measure.estimate import DamageTable, Prediction
-from autoq.model.text import STDLIB
-from autoq.search.problem import Option
 
 if TYPE_CHECKING:
     from autoq.api.trialling import TrialsReport
@@ -29,7 +29,7 @@ def make_recipe(
     floor: float,
     confirmed: Confirmed,
     trials: TrialsReport | None = None,
-) -> recipes.Recipe:
+) -> Recipe:
     """Return the recipe of a choice unit -> option, with what was predicted, what was measured, and its provenance."""
     plan, units = done.plan, done.plan.units
     weights = {u.name: weight_format(choice[u.name].format) for u in units.weights}
@@ -40,7 +40,7 @@ def make_recipe(
     def damage(unit: str) -> float:
         return six_digits(table.get(unit, {}).get(choice[unit].format, 0.0))
 
-    return recipes.Recipe(
+    return Recipe(
         schema_version=1,
         model=recipes.ModelEntry(
             id=plan.config.model, fingerprint=done.profile.fingerprint.model,
@@ -54,7 +54,7 @@ def make_recipe(
         totals=totals(units, weights, caches, tokens, batch),
         predicted=recipes.PredictedEntry(kl=six_digits(prediction.kl), stderr=six_digits(prediction.stderr) if math.isfinite(prediction.stderr) else None, estimator="steady, corrected" if plan.config.correct else "steady"),
         measured=measured_entry(
-            divergence, floor, plan.config.eval or plan.config.calib or STDLIB,
+            divergence, floor, measure_text(plan),
             [_uniform_entry(r, divergence) for r in confirmed.uniforms], confirmed.best.label,
             None if trials is None else _trials_entry(confirmed, trials),
         ),
@@ -64,7 +64,7 @@ def make_recipe(
         kv=cache_entries(units, caches, done.profile.calibration, damage, tokens, batch),
         left_out={entry.reason: entry.numel for entry in units.left_out},
         provenance=provenance(
-            plan.config.seed, plan.config.space, plan.config.calib or STDLIB, len(done.ids), done.ids.shape[1],
+            plan.config.seed, plan.config.space, profile_text(plan), len(done.ids), done.ids.shape[1],
             done.profile.fingerprint.dtype, plan.config.device,
         ),
     )  # fmt: skip

@@ -9,10 +9,11 @@ from typing import Any
 
 from autoq.api.applying import load_for, recipe_assignment
 from autoq.cost.kv_memory import context_of
+from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.measure.retrieval import RetrievalRow, make_prompts, retrieve
+from autoq.model import load
 from autoq.recipe import read_recipe
-from autoq.report.progress import Clock, Reporter, Silent
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ def retrieval(
     clock = Clock(reporter or Silent())
     recipe = read_recipe(path)
     with clock.stage("load", "loading the model"):
-        loaded, units, tokenizer = load_for(recipe, model)
+        loaded, units, source = load_for(recipe, model)
         for length in lengths:
             context_of(loaded.config.get_text_config(decoder=True), length)
-        prompts = make_prompts(tokenizer, lengths, depths, samples, seed)
+        prompts = make_prompts(load.load_tokenizer(source), lengths, depths, samples, seed)
     with clock.stage("read", "reading prompts") as progress:
         rows = retrieve(loaded, units, recipe_assignment(recipe, units), prompts, progress)
     return Retrieval(path, tuple(rows), clock.seconds)

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autoq import recipe as recipes
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.exchange import Exchange, Solver, exchange
+from autoq.allocation.front import FrontPoint, around, sweep
+from autoq.allocation.problem import Option, Problem
+from autoq.allocation.solver import solve, total_bits, total_damage
 from autoq.api.confirming import SOLUTION, Confirmed, UniformResult, confirm
-from autoq.api.correcting import price
-from autoq.api.fronts import point_json
+from autoq.api.correcting import Prices, price
+from autoq.api.fronts import FrontResult, point_json, predicted_fronts
 from autoq.api.plan import Plan, make_plan
+from autoq.api.pricing import cache_by_context
 from autoq.api.profiling import Profiled, profile_plan
+from autoq.api.recipe import Recipe
 from autoq.api.recording import make_recipe
+from autoq.api.reporting import report
 from autoq.api.shrinking import within_damage
+from autoq.api.tradeoffs import measure_front
 from autoq.api.trialling import TrialsReport, check_trials, run_trials
 from autoq.config import SearchConfig
+from autoq.display.findings import Findings
+from autoq.display.html import search_html
+from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
-from autoq.measure.estimate import TRUSTED_KL, DamageTable, disagreeing_cells, predict
-from autoq.report.progress import Clock, Reporter, Silent
-from autoq.run_folder import RECIPE, RESULT
-from autoq.search.engine import solve_for_engine
-from autoq.search.exchange import Exchange, Solver, exchange
-from autoq.search.front import FrontPoint, around, sweep
-from autoq.search.problem import Option, Problem
-from autoq.search.solver import solve, total_bits, total_damage
+from autoq.measure.estimate import TRUSTED_KL, DamageTable, disagreeing_cells
+from autoq.measure.profile import Profile
+from autoq.model.given import Given, borrowed
+from autoq.run_folder import RECIPE, RESULT, write_atomically
+from autoq.urls import without_password
 
 if TYPE_CHECKING:
     from autoq.api.validating import Validation
@@ -39,29 +52,67 @@ class SearchResult:
     """A recipe, what was measured, and the front around it.
 
     Attributes:
-        exchanges: with a budget for everything: what more memory for "weights" and "cache" would save. free_kl: what was
-            predicted without the engine's limits on mixing, or None where there are none. confirmed: everything that was measured on
-            the untouched text. trials: what came of them, or None. weak_cells: cells that were measured alone.
+        weight_front, kv_front: the least predicted damage around the chosen bits of either side. confirmed: everything that was measured on
+            the untouched text. exchanges: with a budget for everything: what more memory for "weights" and "cache" would save.
+        free_kl: what was predicted without the engine's limits on mixing, or None where there are none. trials: what came of them, or None.
     """
 
-    recipe: recipes.Recipe
+    recipe: Recipe
     recipe_path: Path
     run: Path
-    coverage: str
+    plan: Plan
+    profile: Profile
+    prices: Prices
     divergence: Divergence
     noise_floor: float
-    uniforms: tuple[UniformResult, ...]
-    front: tuple[FrontPoint, ...]
+    confirmed: Confirmed
+    weight_front: tuple[FrontPoint, ...]
     kv_front: tuple[FrontPoint, ...]
     seconds: dict[str, float]
     warnings: tuple[str, ...]
-    options: str
-    validation: Validation | None = None
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     free_kl: float | None = None
-    confirmed: Confirmed | None = None
     trials: TrialsReport | None = None
-    weak_cells: int = 0
+    validation: Validation | None = None
+
+    @property
+    def uniforms(self) -> tuple[UniformResult, ...]:
+        """The uniform recipes that were measured beside the result."""
+        return self.confirmed.uniforms
+
+    @property
+    def options(self) -> str:
+        """The command-line options that make the same profile again."""
+        return self.plan.config.options()
+
+    @property
+    def findings(self) -> Findings:
+        """The recipe and every figure, as `load_run` reads them again from the run folder."""
+        facts = self.to_json() | {"damage": self.prices.table}
+        return Findings(self.recipe, facts, self.run, self.plan.config.storage)
+
+    def front(
+        self, budgets: Sequence[float] | None = None, measure: Sequence[float] = (), measure_kv: Sequence[float] = ()
+    ) -> FrontResult:
+        """Return the least predicted damage at every budget, and measure recipes where asked.
+
+        Args:
+            budgets: bits per value to solve each side at. measure, measure_kv: bits per weight, and per cached value, at which to measure.
+        """
+        if measure or measure_kv:
+            return measure_front(self.run, budgets, measure, measure_kv, given=self.plan.given)
+        plan, engine = self.plan, self.plan.engine
+        return predicted_fronts(
+            self.run, plan.units, plan.candidates, self.prices.table, plan.budgets.context, budgets, plan.budgets.batch,
+            lambda problem: solve_for_engine(problem, plan.units, engine), self.prices.predictor(self.profile, plan.units).error,
+        )  # fmt: skip
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write the report, one HTML file, and return where: by default report.html in the run folder."""
+        return report(self.findings, out)
+
+    def _repr_html_(self) -> str:
+        return search_html(self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq search --json` prints."""
@@ -89,32 +140,48 @@ class SearchResult:
             ],
             "seconds": self.seconds,
             "noise_floor": self.noise_floor,
-            "front": [point_json(p) for p in self.front],
+            "front": [point_json(p) for p in self.weight_front],
             "kv_front": [point_json(p) for p in self.kv_front],
             "run": str(self.run),
+            "asked": asked_json(self.plan.config),
+            "coverage": self.plan.units.coverage(),
+            "notes": list(self.plan.notes),
+            "context": cache_by_context(self.plan, self.recipe),
             "warnings": list(self.warnings),
             "total_bytes": totals.weight_bytes + totals.kv_bytes,
             "exchange": {k: {**asdict(e), "nats_per_gib": e.nats_per_gib} for k, e in self.exchanges.items()},
             "predicted_kl_without_engine": self.free_kl,
-            "chosen": self.confirmed.best.label if self.confirmed else SOLUTION,
-            "confirmed": self.confirmed.rows() if self.confirmed else [],
+            "chosen": self.confirmed.best.label,
+            "confirmed": self.confirmed.rows(),
             "trials": None if self.trials is None else self.trials.to_json(),
-            "weak_cells": self.weak_cells,
+            "weak_cells": self.prices.measured,
             "validation": None if self.validation is None else self.validation.to_json(),
         }
 
 
-def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResult:
+def search(config: SearchConfig, reporter: Reporter | None = None, given: Given | None = None) -> SearchResult:
     """Take a model to a measured recipe: profile, correct, solve, try recipes nearby, confirm, write; check it on packed bytes if asked.
+
+    Args:
+        given: what is in memory already; a given model is as before afterwards.
 
     The recipe is the one with the least measured KL on text that nothing was chosen on, of the exact solution, the best trials and the
     uniform formats of no more bits. Raises UserError for what the user can mend, AutoqError for the rest.
     """
-    clock = Clock(reporter or Silent())
+    given = given or Given()
+    with borrowed(given.model):
+        return _search(config, Clock(reporter or Silent()), given)
+
+
+def _search(config: SearchConfig, clock: Clock, given: Given) -> SearchResult:
     with clock.stage("prepare", "reading the model's shapes"):
-        plan = make_plan(config)
+        plan = make_plan(config, given=given)
         if config.trials:
             check_trials(plan)
+        if config.validate:
+            from autoq.kernels.launch import tile
+
+            tile(torch.device(plan.config.device))  # raises where no kernel can run, before hours of work
     done = profile_plan(plan, clock)
     profile, units = done.profile, plan.units
     with clock.stage("measure", "measuring the original") as progress:
@@ -140,8 +207,9 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
         candidates |= trials.finalists
     confirmed = confirm(done, problem, prices.table, candidates, yardstick, clock)
     choice, divergence = confirmed.best.choice, confirmed.best.divergence
-    prediction = predict(profile, units, {u: o.format for u, o in choice.items()}, factors=prices.factors, cells=prices.cells)
-    front, kv_front = _fronts(plan, problem, choice)
+    predictor = prices.predictor(profile, units)
+    prediction = predictor({u: o.format for u, o in choice.items()})
+    front, kv_front = _fronts(plan, problem, choice, predictor.error)
     exchanges = _exchanges(plan, problem, choice) if plan.budgets.memory else {}
     recipe = make_recipe(done, choice, prices.table, prediction, divergence, floor, confirmed, trials)
     path = done.run.path / RECIPE
@@ -157,11 +225,19 @@ def search(config: SearchConfig, reporter: Reporter | None = None) -> SearchResu
 
         validation = validate_on(yardstick, recipe, path, config.validate, config.seed, clock)
         recipe = validation.recipe
-    return SearchResult(
-        recipe, path, done.run.path, units.coverage(), divergence, floor, confirmed.uniforms, front, kv_front, clock.seconds, warnings,
-        config.options(), validation, exchanges, None if plan.engine.mixing == "free" else total_damage(free), confirmed, trials,
-        prices.measured,
+    result = SearchResult(
+        recipe, path, done.run.path, plan, profile, prices, divergence, floor, confirmed, front, kv_front, clock.seconds, warnings,
+        exchanges, None if plan.engine.mixing == "free" else total_damage(free), trials, validation,
     )  # fmt: skip
+    write_atomically(done.run.path / RESULT, json.dumps(result.findings.facts, indent=1) + "\n")
+    return result
+
+
+def asked_json(config: SearchConfig) -> dict[str, Any]:
+    """Return the options of a search that are not the defaults, without passwords."""
+    defaults = asdict(SearchConfig())
+    found = {name: value for name, value in asdict(config).items() if value != defaults[name] or name == "model"}
+    return {k: without_password(str(v)) if k in ("storage", "run") else v for k, v in found.items()}
 
 
 def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | None:
@@ -191,14 +267,16 @@ def keep_other_budget(path: Path, recipe: recipes.Recipe) -> tuple[Path, str] | 
     return kept, budget
 
 
-def _fronts(plan: Plan, problem: Problem, choice: dict[str, Option]) -> tuple[tuple[FrontPoint, ...], tuple[FrontPoint, ...]]:
+def _fronts(
+    plan: Plan, problem: Problem, choice: dict[str, Option], error: Callable[[dict[str, str]], float]
+) -> tuple[tuple[FrontPoint, ...], tuple[FrontPoint, ...]]:
     sides = plan.sides()
 
     def side(name: str) -> tuple[FrontPoint, ...]:
         if name not in sides:
             return ()
         names, values = sides[name]
-        return tuple(sweep(problem, names, values, around(total_bits(choice, names) / max(1, values)), _solver(plan, name)))
+        return tuple(sweep(problem, names, values, around(total_bits(choice, names) / max(1, values)), _solver(plan, name), error))
 
     return side("weights"), side("cache")
 

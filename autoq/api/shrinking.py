@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.problem import Option, Problem
+from autoq.allocation.smallest import smallest_within
+from autoq.allocation.solver import total_bits
 from autoq.api.applying import assignment_of
 from autoq.api.correcting import Prices
 from autoq.api.plan import Plan
 from autoq.api.profiling import Profiled
 from autoq.budget import BITS_TOLERANCE, Budget
+from autoq.display.progress import Clock
 from autoq.errors import UserError
 from autoq.measure.divergence import Yardstick
 from autoq.model.quantized import Assignment, DecodedWeights
-from autoq.report.progress import Clock
-from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Option, Problem
-from autoq.search.smallest import smallest_within
-from autoq.search.solver import total_bits
 
 ROUNDS = 8  # recipes measured for one damage
 LOOKS = 3  # at the text that the result is measured on

@@ -8,6 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.problem import Option
 from autoq.api.applying import assignment_of
 from autoq.api.confirming import Candidate, Confirmed
 from autoq.api.correcting import Prices, price
@@ -18,15 +22,14 @@ from autoq.api.recording import make_recipe
 from autoq.api.trialling import check_trials, run_trials
 from autoq.budget import Budget
 from autoq.config import SearchConfig
+from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.measure.divergence import Yardstick
-from autoq.measure.estimate import predict
 from autoq.measure.profile import Profile
+from autoq.model.given import Given, borrowed
 from autoq.model.quantized import DecodedWeights
-from autoq.report.progress import Clock, Reporter, Silent
+from autoq.model.text import STDLIB
 from autoq.run_folder import RunFolder, write_atomically
-from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Option
 
 FOLDER, FILE = "front", "front.json"
 MOST_POINTS = 12  # of a study's front are confirmed
@@ -39,28 +42,36 @@ def measure_front(
     caches: Sequence[float],
     eval_: str | None = None,
     reporter: Reporter | None = None,
+    given: Given | None = None,
 ) -> FrontResult:
     """Return the predicted fronts of a run, and measure the recipes of some budgets.
 
     Args:
-        weights, caches: bits per value; the other side stays in 16 bit.
+        weights, caches: bits per value; the other side stays in 16 bit. given: what is in memory already.
     """
-    known, made = described(run), Profile.load(run).fingerprint
+    given = given or Given()
+    with borrowed(given.model):
+        return _measure_front(run, budgets, weights, caches, eval_, Clock(reporter or Silent()), given)
+
+
+def _measure_front(
+    run: Path, budgets: Sequence[float] | None, weights: Sequence[float], caches: Sequence[float], eval_: str | None, clock: Clock, given: Given
+) -> FrontResult:  # fmt: skip
+    known, made = described(run, given), Profile.load(run).fingerprint
     description = RunFolder(run).description()
     try:
         measuring: dict[str, Any] = {
             name: int(description[name]) for name in ("eval_samples", "eval_len", "correct", "weak") if name in description
         }
         config = replace(
-            known, run=run, resume=True, front=True, sides="both" if caches else "weights", eval=eval_ or description.get("eval"), dtype=made.dtype,
-            calib=None if description["calib"] == "stdlib" else description["calib"], seed=int(description["seed"]),
+            known, run=run, resume=True, front=True, sides="both" if caches else "weights", eval=eval_ or _named(description.get("eval"), given.eval_ids), dtype=made.dtype,
+            calib=_named(description["calib"], given.ids), seed=int(description["seed"]),
             samples=int(description["samples"]), seq_len=int(description["seq_len"]),
             **measuring,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
-    clock = Clock(reporter or Silent())
-    done, yardstick, prices, floor = _prepared(config, clock)
+    done, yardstick, prices, floor = _prepared(config, clock, given)
     plan = done.plan
     recipes: dict[str, tuple[dict[str, Option], Prices]] = {}
     for side, asked in (("weights", weights), ("cache", caches)):
@@ -75,21 +86,39 @@ def measure_front(
             own = price(replace(done, plan=limited), floor, clock)  # at few bits the solution wants weak cells, which are measured
             recipes[f"{side} {bits:g}bits"] = solve_for_engine(limited.problem(own.table), plan.units, plan.engine), own
     points = _measured(done, recipes, yardstick, clock)
-    front = predicted_fronts(run, plan.units, plan.candidates, prices.table, plan.budgets.context, budgets)
+    front = predicted_fronts(
+        run,
+        plan.units,
+        plan.candidates,
+        prices.table,
+        plan.budgets.context,
+        budgets,
+        error=prices.predictor(done.profile, plan.units).error,
+    )
     return replace(front, measured=points)
 
 
-def search_front(config: SearchConfig, reporter: Reporter | None = None) -> FrontResult:
+def _named(text: str | None, ids: torch.Tensor | None) -> str | None:
+    """Return what --calib or --eval was, or None for the default and for ids that are given again."""
+    return None if text in (None, STDLIB) or ids is not None else text
+
+
+def search_front(config: SearchConfig, reporter: Reporter | None = None, given: Given | None = None) -> FrontResult:
     """Profile, correct, and return the front of damage against memory; with trials a study measures it, and its recipes are written.
 
     Writes front.json, and front/recipe-*.yaml for each measured recipe that no other beats, into the run folder.
     """
-    clock = Clock(reporter or Silent())
-    done, yardstick, prices, floor = _prepared(config, clock)
+    given = given or Given()
+    with borrowed(given.model):
+        return _search_front(config, Clock(reporter or Silent()), given)
+
+
+def _search_front(config: SearchConfig, clock: Clock, given: Given) -> FrontResult:
+    done, yardstick, prices, floor = _prepared(config, clock, given)
     plan, run = done.plan, done.run.path
     front = predicted_fronts(
         run, plan.units, plan.candidates, prices.table, plan.budgets.context, None, plan.budgets.batch,
-        lambda problem: solve_for_engine(problem, plan.units, plan.engine),
+        lambda problem: solve_for_engine(problem, plan.units, plan.engine), prices.predictor(done.profile, plan.units).error,
     )  # fmt: skip
     if config.trials:
         trials = run_trials(done, prices.table, clock)
@@ -100,9 +129,9 @@ def search_front(config: SearchConfig, reporter: Reporter | None = None) -> Fron
     return front
 
 
-def _prepared(config: SearchConfig, clock: Clock) -> tuple[Profiled, Yardstick, Prices, float]:
+def _prepared(config: SearchConfig, clock: Clock, given: Given) -> tuple[Profiled, Yardstick, Prices, float]:
     with clock.stage("prepare", "reading the model's shapes"):
-        plan: Plan = make_plan(config)
+        plan: Plan = make_plan(config, given=given)
         if config.trials:
             check_trials(plan, 1 + len(plan.sides()))
     done = profile_plan(plan, clock)
@@ -141,7 +170,7 @@ def _measured(
     points = []
     for candidate in found:
         formats, prices = {u: o.format for u, o in candidate.choice.items()}, recipes[candidate.label][1]
-        prediction = predict(done.profile, plan.units, formats, factors=prices.factors, cells=prices.cells)
+        prediction = prices.predictor(done.profile, plan.units)(formats)
         recipe = make_recipe(
             done, candidate.choice, prices.table, prediction, candidate.divergence, floor, Confirmed((candidate,), ())
         )

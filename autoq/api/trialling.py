@@ -15,10 +15,10 @@ from autoq.api.applying import assignment_of
 from autoq.api.plan import Plan
 from autoq.api.profiling import Profiled
 from autoq.api.question import QuestionFile, make_question, question_path
+from autoq.display.progress import Clock
 from autoq.measure.divergence import Yardstick
 from autoq.measure.estimate import DamageTable
 from autoq.model.quantized import DecodedWeights
-from autoq.report.progress import Clock
 from autoq.trials.importance import importances
 from autoq.trials.objective import Objective, paired
 from autoq.trials.question import Choice, Question

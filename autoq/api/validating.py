@@ -15,21 +15,24 @@ import torch
 from autoq import recipe as recipes
 from autoq.api.applying import load_for, recipe_assignment
 from autoq.api.measuring import measure_recipe, six_digits
+from autoq.api.recipe import Recipe, read_recipe
 from autoq.config import SearchConfig
 from autoq.cost.bits import weight_cost
+from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.formats.format import Format
 from autoq.kernels.launch import where
 from autoq.measure.divergence import Divergence, Yardstick
+from autoq.model import load
 from autoq.model.checked_cache import CacheCheck
+from autoq.model.given import Given, borrowed
 from autoq.model.head import cache_argument, hidden_states
 from autoq.model.packed import PackedTensor, packed_weights
 from autoq.model.packed_attention import packed_attention
 from autoq.model.packed_cache import QuantizedKVCache
 from autoq.model.packed_tokens import kernels
 from autoq.model.quantized import Assignment, quantize_input, quantized
-from autoq.model.text import sequences, text_sources
-from autoq.report.progress import Clock, Reporter, Silent
+from autoq.model.text import GIVEN, sequences, text_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +55,7 @@ class Validation:
         tensors: what every packed tensor showed.
     """
 
-    recipe: recipes.Recipe
+    recipe: Recipe
     recipe_path: Path
     entry: recipes.ValidationEntry
     divergence: Divergence
@@ -72,38 +75,58 @@ class Validation:
 
 
 def validate(
-    path: Path, model: str | None = None, sample: int | None = None, seed: int = 0, reporter: Reporter | None = None
-) -> Validation:
+    path: Path, model: str | None = None, sample: int | None = None, seed: int = 0, reporter: Reporter | None = None,
+    given: Given | None = None,
+) -> Validation:  # fmt: skip
     """Pack, check, run and measure a recipe, and write a `validation` block into its file.
 
     Args:
         model: the model the recipe is for; by default the one it names.
         sample: pack only so many units with the kernels, drawn by `seed`; the others are rounded by the reference.
+        given: the model, its tokenizer or the measuring text, where they are in memory already.
 
     A recipe that was imported is measured first.
 
     Raises UserError for a recipe of another model.
     """
-    clock = Clock(reporter or Silent())
-    recipe = recipes.read_recipe(path)
+    given = given or Given()
+    with borrowed(given.model):
+        return _validate(path, given.model or model, sample, seed, Clock(reporter or Silent()), given)
+
+
+def _validate(
+    path: Path, model: PreTrainedModel | str | None, sample: int | None, seed: int, clock: Clock, given: Given
+) -> Validation:
+    recipe = read_recipe(path)
     if sample is not None and sample < 1:
         raise UserError(f"--sample is {sample}, but must be at least 1")
     with clock.stage("load", "loading the model"):
-        loaded, units, tokenizer = load_for(recipe, model)
-        was, defaults = recipe.measured, SearchConfig()
-        _, text = text_sources(recipe.provenance.profile_text, was.text if was else None)
-        windows, tokens = (was.windows, was.tokens_per_window) if was else (defaults.eval_samples, defaults.eval_len)
-        limit = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
-        ids = sequences(tokenizer, text, windows, min(tokens, limit))
+        loaded, units, source = load_for(recipe, model)
+        ids, text = _windows(recipe, loaded, source, given)
         yardstick = Yardstick(loaded, units, ids)
     if recipe.measured is None:
-        recipe = measure_recipe(yardstick, recipe, text.name, clock)
+        recipe = measure_recipe(yardstick, recipe, text, clock)
     return validate_on(yardstick, recipe, path, sample, seed, clock)
 
 
-def validate_on(
-    yardstick: Yardstick, recipe: recipes.Recipe, path: Path, sample: int | None, seed: int, clock: Clock
-) -> Validation:
+def _windows(recipe: Recipe, model: PreTrainedModel, source: load.ModelSource, given: Given) -> tuple[torch.Tensor, str]:
+    """Return the token ids that the recipe was measured on, and what that text is called; raises UserError for others."""
+    was, defaults = recipe.measured, SearchConfig()
+    windows, tokens = (was.windows, was.tokens_per_window) if was else (defaults.eval_samples, defaults.eval_len)
+    if given.eval_ids is not None:
+        if was is not None and given.eval_ids.shape != (windows, tokens):
+            raise UserError(
+                f"the recipe was measured on {windows} x {tokens} tokens: give those, not {' x '.join(map(str, given.eval_ids.shape))}"
+            )
+        return given.eval_ids, GIVEN
+    _, text = text_sources(recipe.provenance.profile_text, was.text if was else None)
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
+    if given.model is not None and given.tokenizer is None:
+        source = load.model_source(source.name)
+    return sequences(given.load_tokenizer(source), text, windows, min(tokens, limit)), text.name
+
+
+def validate_on(yardstick: Yardstick, recipe: Recipe, path: Path, sample: int | None, seed: int, clock: Clock) -> Validation:
     """Do the same with a model that is loaded, and the text that the recipe was measured on."""
     model, units, measured = yardstick.model, yardstick.units, recipe.measured
     assert measured is not None

@@ -10,11 +10,11 @@ from typing import Any
 from autoq.api.plan import make_plan
 from autoq.api.question import QuestionFile, make_question, question_path
 from autoq.api.trialling import make_objective
+from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.measure.divergence import Yardstick
 from autoq.measure.profile import Profile, model_fingerprint
 from autoq.model import load
-from autoq.report.progress import Clock, Reporter, Silent
 from autoq.trials.samplers import make_sampler
 from autoq.trials.storage import open_storage
 from autoq.trials.study import Reaper, load_study, work

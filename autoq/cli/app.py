@@ -15,7 +15,6 @@ INTERRUPTED = 130  # what typer returns after Ctrl-C
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

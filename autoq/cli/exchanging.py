@@ -45,7 +45,7 @@ def export(
         if as_json:
             print_json({"exports": [r.to_json() for r in reports]})
         else:
-            from autoq.report.exports import export_table
+            from autoq.display.exports import export_table
 
             stdout().print(export_table(reports))
         if all(r.refused for r in reports):
@@ -60,7 +60,7 @@ def export(
     if as_json:
         print_json(report.to_json())
     else:
-        from autoq.report.exports import export_view
+        from autoq.display.exports import export_view
 
         stdout().print(export_view(report))
 
@@ -102,7 +102,7 @@ def import_(
     if as_json:
         print_json(found.to_json())
     else:
-        from autoq.report.exports import import_view
+        from autoq.display.exports import import_view
 
         stdout().print(import_view(found))
 

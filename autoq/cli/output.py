@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from autoq.report.terminal import RichReporter
+    from autoq.display.terminal import RichReporter
 
 
 def stdout() -> Console:
@@ -21,7 +21,7 @@ def stdout() -> Console:
 
 def reporter() -> RichReporter:
     """Return what shows progress, on stderr."""
-    from autoq.report.terminal import RichReporter
+    from autoq.display.terminal import RichReporter
 
     return RichReporter(Console(stderr=True))
 

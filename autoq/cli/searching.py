@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -155,18 +154,16 @@ def search(
     if config.validate:
         import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
     from autoq import api
-    from autoq.run_folder import RESULT, write_atomically
 
     if config.front:
         _print_front(api.search_front(config, progress), as_json)
         return
     result = api.search(config, progress)
     data = result.to_json()
-    write_atomically(result.run / RESULT, json.dumps(data, indent=1) + "\n")
     if as_json:
         print_json(data)
     else:
-        from autoq.report.terminal import search_result
+        from autoq.display.terminal import search_result
 
         stdout().print(search_result(result, api.show(result.recipe)["units"]))
     fail(result.validation.problems if result.validation else ())
@@ -236,17 +233,7 @@ def profile(
     from autoq import api
 
     done = api.profile(config, progress)
-    facts: dict[str, Any] = {
-        "run": str(done.run.path),
-        "model": model,
-        "sequences": done.profile.done,
-        "tokens": done.profile.fingerprint.tokens,
-        "units": len(done.plan.units.units),
-        "formats": sorted({f for by_format in done.profile.samples.values() for f in by_format}),
-        "coverage": done.plan.units.coverage(),
-        "heavy_sequences": done.profile.heavy_sequences(),
-        "seconds": done.clock.seconds,
-    }
+    facts = done.to_json()
     if as_json:
         print_json(facts)
         return
@@ -311,6 +298,6 @@ def _print_front(result: FrontResult, as_json: bool) -> None:
     if as_json:
         print_json(result.to_json())
     else:
-        from autoq.report.fronts import fronts
+        from autoq.display.fronts import fronts
 
         stdout().print(fronts(result))

@@ -1,4 +1,4 @@
-"""Commands that look at a recipe or price a model: show, validate, formats, memory."""
+"""Commands that look at a recipe, a run, a model or this machine: show, report, validate, retrieval, formats, memory, doctor."""
 
 from __future__ import annotations
 
@@ -30,9 +30,30 @@ def show(
     if as_json:
         print_json(view)
     else:
-        from autoq.report.units import recipe_view
+        from autoq.display.units import recipe_view
 
         stdout().print(recipe_view(view))
+
+
+@app.command(
+    epilog="Examples:\n\nautoq report\n\nautoq report runs/mine --out mine.html\n\nautoq report runs/mine --model my-folder"
+)
+def report(
+    run: Annotated[Path | None, typer.Argument(help="A run folder. Default: the newest run.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="The file. Default: report.html in the run folder.", show_default=False)] = None,
+    model: ItsModel = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write what a search found as one HTML file with plots, which opens without a network."""
+    from autoq import api
+
+    folder = api.find_recipe(None).parent if run is None else run
+    path = api.report(folder, out, model)
+    if as_json:
+        print_json({"report": str(path), "bytes": path.stat().st_size})
+    else:
+        stdout().print(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB)", highlight=False, soft_wrap=True)
 
 
 @app.command(
@@ -57,7 +78,7 @@ def validate(
     if as_json:
         print_json(result.to_json())
     else:
-        from autoq.report.checks import validation
+        from autoq.display.checks import validation
 
         stdout().print(validation(result))
     fail(result.problems)
@@ -85,7 +106,7 @@ def retrieval(
     if as_json:
         print_json(result.to_json())
     else:
-        from autoq.report.checks import retrieval_table
+        from autoq.display.checks import retrieval_table
 
         stdout().print(retrieval_table(result))
 
@@ -93,7 +114,7 @@ def retrieval(
 @app.command(epilog="Examples:\n\nautoq formats")
 def formats(as_json: Json = False, debug: Debug = False) -> None:
     """List every number format with its element, block, scale and bits."""
-    from autoq.report.formats import format_rows, format_table
+    from autoq.display.formats import format_rows, format_table
 
     if as_json:
         print_json({"formats": format_rows()})
@@ -146,7 +167,7 @@ def memory(
     if as_json:
         print_json({"rows": found.rows, "largest": found.largest})
     else:
-        from autoq.report.prices import memory_table
+        from autoq.display.prices import memory_table
 
         of = (
             f"{recipe}: weights as it stores them"
@@ -154,3 +175,22 @@ def memory(
             else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
         )
         stdout().print(memory_table(found, of, room))
+
+
+@app.command(epilog="Examples:\n\nautoq doctor\n\nautoq doctor --json")
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
+    """Say what is installed here, which formats run natively, whether every kernel compiles, and which PTQ tools are found.
+
+    Exit code 1 if a package is missing or does not fit, or a kernel fails.
+    """
+    from autoq import api
+
+    found = api.doctor()
+    if as_json:
+        print_json(found.to_json())
+    else:
+        from autoq.display.doctor import doctor_view
+
+        stdout().print(doctor_view(found))
+    if found.problems:
+        raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from autoq.errors import UserError, unknown
@@ -103,6 +104,34 @@ _KV = [
 
 WEIGHT_FORMATS: dict[str, Format] = {f.name: f for f in _WEIGHTS}
 KV_FORMATS: dict[str, KVFormat] = {f.name: f for f in _KV}
+
+
+_OWN = set[str]()  # names that search spaces defined
+
+
+def define(fmt: Format | KVFormat) -> None:
+    """Add a format for as long as this process runs, as search spaces do with formats of their own.
+
+    Raises UserError for a name that cannot be written in a space, or that means another format already.
+    """
+    kind = "weight" if isinstance(fmt, Format) else "KV"
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", fmt.name):
+        raise UserError(f"the format name {fmt.name!r} must be lower-case letters, digits and '_', and begin with a letter")
+    known = (WEIGHT_FORMATS if isinstance(fmt, Format) else KV_FORMATS).get(fmt.name)
+    if known not in (None, fmt):
+        raise UserError(f"the {kind} format {fmt.name!r} is there already, and means another one: give yours another name")
+    if known is not None:
+        return
+    _OWN.add(f"{kind}/{fmt.name}")
+    if isinstance(fmt, Format):
+        WEIGHT_FORMATS[fmt.name] = fmt
+    else:
+        KV_FORMATS[fmt.name] = fmt
+
+
+def is_own(fmt: Format | KVFormat) -> bool:
+    """True for a format that a search space defined."""
+    return f"{'weight' if isinstance(fmt, Format) else 'KV'}/{fmt.name.split('+')[0]}" in _OWN
 
 
 def weight_format(name: str) -> Format:

@@ -84,25 +84,39 @@ class Prediction:
     stderr: float
 
 
-def predict(
-    profile: Profile,
-    units: ModelUnits,
-    choice: Mapping[str, str],
-    estimator: Estimator = "steady",
-    factors: Mapping[str, float] | None = None,
-    cells: Mapping[str, Mapping[str, float]] | None = None,
-) -> Prediction:
-    """Predict the damage of a choice unit -> format name; units in 16 bit cost nothing."""
+class Predictor:
+    """Predicts the damage of choices unit -> format name; units in 16 bit cost nothing.
 
-    def total(table: DamageTable) -> float:
-        return sum(table[unit][fmt] for unit, fmt in choice.items() if fmt in table.get(unit, {}))
+    The tables with one sequence left out are made once, so that the error of many choices costs little more than that of one.
+    """
 
-    whole = total(damage_table(profile, units, estimator, factors, cells=cells))
-    n = profile.done
-    if n < 2:
-        return Prediction(whole, math.nan)
-    left = np.array([total(damage_table(profile, units, estimator, factors, i, cells)) for i in range(n)])
-    return Prediction(whole, float(np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())))
+    def __init__(
+        self,
+        profile: Profile,
+        units: ModelUnits,
+        estimator: Estimator = "steady",
+        factors: Mapping[str, float] | None = None,
+        cells: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        self.whole = damage_table(profile, units, estimator, factors, cells=cells)
+        n = profile.done
+        self.left_out = [damage_table(profile, units, estimator, factors, i, cells) for i in range(n)] if n > 1 else []
+
+    def error(self, choice: Mapping[str, str]) -> float:
+        """Return the standard error of a choice's prediction."""
+        return self(choice).stderr
+
+    def __call__(self, choice: Mapping[str, str]) -> Prediction:
+        """Return the predicted damage of a choice, and its standard error."""
+
+        def total(table: DamageTable) -> float:
+            return sum(table[unit][fmt] for unit, fmt in choice.items() if fmt in table.get(unit, {}))
+
+        n = len(self.left_out)
+        if not n:
+            return Prediction(total(self.whole), math.nan)
+        left = np.array([total(table) for table in self.left_out])
+        return Prediction(total(self.whole), float(np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())))
 
 
 def disagreeing_cells(profile: Profile, units: ModelUnits, sigmas: float = 4.0) -> list[tuple[str, str, float]]:

@@ -62,13 +62,20 @@ def model_source(name: str) -> ModelSource:
 def load_config(source: ModelSource) -> PreTrainedConfig:
     """Return the config; raises UserError if there is none, or if the model is not a causal language model."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(source.path, **source.arguments())
         except Exception as error:
             raise UserError(f"cannot load the model {source.name!r}: {_reason(error)}") from error
+    check_config(config, source)
+    return config
+
+
+def check_config(config: PreTrainedConfig, source: ModelSource) -> None:
+    """Raise UserError for a model that is no causal language model, or quantized already."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
@@ -84,7 +91,6 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     if not source.gguf and (quantization := getattr(config, "quantization_config", None)):
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization.quant_method
         raise UserError(f"{source.name!r} is quantized already ({method}): give autoq the 16-bit checkpoint it was made from")
-    return config
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:

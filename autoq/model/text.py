@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Part = Literal["profile", "measure"]
 STDLIB = "stdlib"
+GIVEN = "token ids given in Python"
 FILE_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".parquet")
 MEASURE_SHARE = 6  # one document in six is kept for measuring
 _SKIPPED_PACKAGES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data"}
@@ -132,6 +133,8 @@ def _same(first: str, second: str) -> bool:
 
 def _check_source(name: str) -> None:
     path = Path(name)
+    if name == GIVEN:
+        raise UserError(f"the text was {GIVEN}, which no file holds: give it again there, as autoq.validate(recipe, eval=ids)")
     if name == STDLIB or (path.is_file() and path.suffix in FILE_SUFFIXES):
         return
     if path.is_file() or path.is_dir():

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.problem import Option, Problem, choice_of
 from autoq.cost.engines import Engine
 from autoq.model.unit import ModelUnits
-from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Option, Problem, choice_of
 
 WIDTH = 1.0  # log2: damages between half and twice the prediction
 DEPTHS = ("early", "middle", "late")

@@ -12,7 +12,7 @@ import numpy as np
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autoq.search.solver import total_bits
+from autoq.allocation.solver import total_bits
 from autoq.trials.question import Choice, Question
 
 WORST = 100.0  # nats; what a model that puts out no finite numbers counts for

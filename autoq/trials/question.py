@@ -10,10 +10,10 @@ from typing import Any
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.trial import Trial
 
+from autoq.allocation.problem import Limit, Option, Problem, choice_of, recipe_hash
+from autoq.allocation.solver import total_bits, total_damage
 from autoq.cost.engines import Engine
 from autoq.model.unit import ModelUnits
-from autoq.search.problem import Limit, Option, Problem, choice_of, recipe_hash
-from autoq.search.solver import total_bits, total_damage
 from autoq.trials.multipliers import WIDTH, multiplier_groups, solve_multiplied
 
 MOST_BITS = 9.0  # a front ends there

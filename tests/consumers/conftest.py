@@ -20,7 +20,7 @@ from autoq import api
 from autoq.api.applying import recipe_assignment
 from autoq.api.entries import provenance, recipe_of
 from autoq.api.exporting import ExportReport
-from autoq.export.consumers import CONSUMERS
+from autoq.exporters.consumers import CONSUMERS
 from autoq.formats import reference
 from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, kv_format
 from autoq.measure.calibrate import calibrate

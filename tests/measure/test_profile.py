@@ -15,7 +15,7 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure import damage
 from autoq.measure import profile as profiles
 from autoq.measure.damage import Candidates
-from autoq.measure.estimate import correction_factors, damage_table, disagreeing_cells, predict
+from autoq.measure.estimate import Predictor, correction_factors, damage_table, disagreeing_cells
 from autoq.measure.profile import FILE, Fingerprint, Profile, UniformKL, make_profile
 from autoq.model.units import find_units
 
@@ -177,7 +177,7 @@ def test_pooling_finds_a_known_damage_better_than_the_raw_mean() -> None:
 
 def test_the_standard_error_of_a_prediction_is_its_spread_over_draws() -> None:
     choice = {f"layers.{i}.down_proj": "a" for i in range(40)}
-    predictions = [predict(*synthetic(24, seed)[:2], choice) for seed in range(12)]
+    predictions = [Predictor(*synthetic(24, seed)[:2])(choice) for seed in range(12)]
     spread = float(torch.tensor([p.kl for p in predictions]).std())
     said = sum(p.stderr for p in predictions) / len(predictions)
     assert 0.5 < said / spread < 2

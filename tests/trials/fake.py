@@ -13,10 +13,10 @@ import numpy as np
 from optuna.storages import BaseStorage
 from optuna.study import Study
 
+from autoq.allocation.problem import Limit, Option, Problem
+from autoq.allocation.solver import solve
 from autoq.cost.engines import engine_of
 from autoq.model.unit import ModelUnits, Unit, WeightTensor
-from autoq.search.problem import Limit, Option, Problem
-from autoq.search.solver import solve
 from autoq.trials.objective import Objective
 from autoq.trials.question import Choice, Question, Side, start_recipes
 from autoq.trials.storage import open_storage

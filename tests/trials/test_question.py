@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from optuna.trial import FixedTrial
 
+from autoq.allocation.engine import solve_for_engine
+from autoq.allocation.problem import Limit, Option, Problem, choice_of, recipe_hash
+from autoq.allocation.solver import total_bits, total_damage
 from autoq.cost.engines import engine_of
 from autoq.model.unit import ModelUnits, Unit
-from autoq.search.engine import solve_for_engine
-from autoq.search.problem import Limit, Option, Problem, choice_of, recipe_hash
-from autoq.search.solver import total_bits, total_damage
 from autoq.trials.multipliers import multiplier_groups, solve_multiplied
 from autoq.trials.question import Question, Side, start_recipes
 from tests.trials import fake

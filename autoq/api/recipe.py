@@ -1,0 +1,67 @@
+"""A recipe with what can be done with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoq import recipe as recipes
+from autoq.api.checking import Checked, check
+from autoq.api.exporting import ALL, ExportReport, export, export_all
+from autoq.api.showing import find_recipe, show
+from autoq.display.html import recipe_html
+from autoq.run_folder import make_folder
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+    from transformers import PreTrainedModel
+
+
+class Recipe(recipes.Recipe):
+    """A recipe (`autoq.recipe.Recipe`) with verbs; it is shown as layers x roles in a notebook."""
+
+    @classmethod
+    def of(cls, recipe: recipes.Recipe) -> Recipe:
+        """Return the same recipe with verbs."""
+        return cls(**{name: getattr(recipe, name) for name in cls.model_fields})
+
+    def export(
+        self, to: str, out: Path | str | None = None, rounding: str = "none", model: PreTrainedModel | str | None = None
+    ) -> ExportReport | list[ExportReport]:
+        """Write the recipe for a consumer, or for "all" of them; see `autoq.export`.
+
+        Args:
+            out: the folder; by default export/<consumer> below the working folder. What loads the recipe itself (transformers) finds it
+                in autoq-recipe.yaml there.
+        """
+        folder = Path("export" if to == ALL else f"export/{to}") if out is None else Path(out)
+        if to not in (ALL, "transformers"):
+            return export(self, to, folder, rounding, model)
+        file = folder / "autoq-recipe.yaml"
+        make_folder(folder, "--out")
+        self.write(file)
+        return export_all(file, folder, rounding, model) if to == ALL else export(file, to, folder, rounding, model)
+
+    def check(
+        self,
+        model: PreTrainedModel | str | None = None,
+        engine: str | None = None,
+        target: str | None = None,
+        consumer: str | None = None,
+    ) -> Checked:
+        """Say what of the recipe a model, an engine, a device or a tool would stumble over; see `autoq.check`."""
+        return check(self, model, engine, target, consumer)
+
+    def plot(self) -> Figure:
+        """Return the bits of every unit, layer by layer."""
+        from autoq.display import plots
+
+        return plots.recipe(self)
+
+    def _repr_html_(self) -> str:
+        return recipe_html(show(self))
+
+
+def read_recipe(path: Path | str | None = None) -> Recipe:
+    """Read a recipe file, the recipe of a run folder, or that of the newest run; raises UserError that names what is wrong."""
+    return Recipe.of(recipes.read_recipe(find_recipe(None if path is None else Path(path))))

@@ -1,0 +1,81 @@
+"""Write the report of a search, and read what a run folder holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoq.api.exporting import previews
+from autoq.api.recipe import read_recipe
+from autoq.display.exports import summary
+from autoq.display.findings import Findings, HasFindings
+from autoq.errors import UserError
+from autoq.run_folder import RECIPE, RESULT, make_folder, write_atomically
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from autoq.display.page import Serving
+
+REPORT = "report.html"
+NEEDED = ("front", "kv_front", "confirmed", "trials", "warnings", "uniform", "measured_kl", "coverage", "notes", "seconds")
+
+
+def load_run(run: Path | str) -> Findings:
+    """Read what a search left in its run folder: the recipe, and every figure for plots and the report.
+
+    Raises UserError for a folder without a finished search, or one of an older version.
+    """
+    folder = Path(run)
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {str(folder)!r}")
+    if not (folder / RECIPE).is_file():
+        raise UserError(f"{str(folder)!r} holds no {RECIPE}: search there first, `autoq search --run {folder} --budget 4.5bits`")
+    recipe = read_recipe(folder / RECIPE)
+    try:
+        facts = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{str(folder)!r} has a recipe but no {RESULT}: the search did not end there, run it again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{str(folder / RESULT)!r} cannot be read: {error}") from error
+    if not isinstance(facts, dict) or any(name not in facts for name in NEEDED) or recipe.measured is None:
+        raise UserError(f"{str(folder / RESULT)!r} lacks what a report needs: it is of an older version, search there again")
+    return Findings(recipe, facts, folder)
+
+
+def report(result: HasFindings | Path | str, out: Path | str | None = None, model: PreTrainedModel | str | None = None) -> Path:
+    """Write the report of a search as one HTML file that opens without a network, and return where it is.
+
+    Args:
+        result: what a search returned, or its run folder. out: by default report.html in the run folder.
+        model: a loaded model or where it is, by default the one that the recipe names: for the commands of other tools.
+    """
+    from autoq.display.page import page
+
+    found = load_run(result) if isinstance(result, (str, Path)) else result.findings
+    path = found.run / REPORT if out is None else Path(out)
+    if path.is_dir():
+        raise UserError(f"--out {str(path)!r} is a folder: give a file such as report.html")
+    serving, note = _serving(found, model)
+    make_folder(path.parent, "--out")
+    write_atomically(path, page(found, serving, note))
+    return path
+
+
+def _serving(found: Findings, model: PreTrainedModel | str | None) -> tuple[list[Serving], str]:
+    """Return how each consumer takes the recipe, or why that cannot be told."""
+    from autoq.display.page import Serving
+
+    try:
+        file = found.run / RECIPE
+        written = previews(file if file.is_file() else found.recipe, model)
+    except UserError as error:
+        return [], f"What other tools take is not told here: {error}"
+    rows = []
+    for one, files in written:
+        lost = "" if not one.losses else summary(one)
+        rounding = "" if not one.losses else " --round " + ("up" if any(loss.needs == "up" for loss in one.losses) else "scales")
+        command = f"autoq export {found.run} --to {one.consumer}{rounding}"
+        rows.append(Serving(one.consumer, one.what, one.bits, one.kv_bits, lost, one.refused, command, files))
+    return rows, ""

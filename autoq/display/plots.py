@@ -1,0 +1,305 @@
+"""Figures (plotly) of results: each function takes a result and returns a figure.
+
+A result is what `autoq.search` returns, or `autoq.load_run` reads from a run folder. Text takes the page's colour, on no background, so that
+figures sit on light and dark pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import plotly.graph_objects as go
+
+from autoq.display.damage_map import DamageMap
+from autoq.display.findings import Findings, HasFindings
+from autoq.display.words import GIB, KIB, MIB
+from autoq.errors import UserError
+from autoq.recipe import Recipe
+
+if TYPE_CHECKING:
+    from autoq.api import FrontResult
+
+ACCENT, LINE, POINT, GREY = "#e15714", "#3b7dd8", "#7b8794", "rgba(127, 127, 127, .25)"
+DAMAGE_SCALE = [[0.0, "rgba(225, 87, 20, .06)"], [0.5, "rgba(225, 87, 20, .5)"], [1.0, "rgb(173, 40, 8)"]]
+BITS_SCALE = [[i / 10, f"hsl({10 + 21 * i}, 65%, 52%)"] for i in range(11)]
+KL_AXIS = "KL, nats per token"
+
+
+class HasDamage(Protocol):
+    """A profile, or a search's result."""
+
+    @property
+    def damage_map(self) -> DamageMap:
+        """What every format costs every unit."""
+
+
+def sensitivity(result: HasDamage | HasFindings, fmt: str | None = None) -> go.Figure:
+    """Return the damage of one format in every layer and role as a heat map; a menu changes the format.
+
+    Args:
+        fmt: the format shown first; by default the middle one of the weights'.
+    """
+    found = result.damage_map if hasattr(result, "damage_map") else result.findings.damage_map
+    weights, caches = found.formats(False), found.formats(True)
+    formats = [*weights, *(f for f in caches if f not in weights)]
+    if not formats:
+        raise UserError("this result says nothing of the damage of single formats: search again with this version")
+    first = fmt or (weights or caches)[len(weights or caches) // 2]
+    if first not in formats:
+        raise UserError(f"the profile has no format {first!r}: choose {', '.join(formats)}")
+    roles, layers = found.roles(), found.layers()
+    figure = go.Figure()
+    for name in formats:
+        rows = [found.of_role(role, name) for role in roles]
+        z = [[_log10(row.get(layer)) for layer in layers] for row in rows]
+        text = [[_nats(row.get(layer)) for layer in layers] for row in rows]
+        figure.add_heatmap(
+            x=layers, y=roles, z=z, customdata=text, visible=name == first, colorscale=DAMAGE_SCALE, xgap=1, ygap=1,
+            colorbar={"title": {"text": "nats"}, "tickprefix": "10<sup>", "ticksuffix": "</sup>"},
+            hovertemplate="layer %{x}, %{y}: %{customdata} nats<extra>" + name + "</extra>",
+        )  # fmt: skip
+    buttons = [{"label": name, "method": "update", "args": [{"visible": [other == name for other in formats]}]} for name in formats]
+    figure.update_layout(
+        updatemenus=[
+            {
+                "buttons": buttons,
+                "active": formats.index(first),
+                "x": 1,
+                "xanchor": "right",
+                "y": 1.02,
+                "yanchor": "bottom",
+                "bgcolor": "#e8ebee",
+                "font": {"color": "#1d2530"},
+            }
+        ]
+    )
+    figure.update_yaxes(autorange="reversed")
+    return _styled(figure, "Damage of one format by layer and role", "layer", "", menu=True)
+
+
+def damage(result: HasFindings, side: str | None = None) -> go.Figure:
+    """Return damage against bits: the front as a line with its error band, uniform formats as points, and the result.
+
+    Where both sides were searched, the front is of one side, with the other as the result has it.
+
+    Args:
+        side: "weights" or "cache"; by default the one that was searched.
+    """
+    facts = result.findings.facts
+    asked = side or ("weights" if facts["front"] else "cache")
+    if asked not in ("weights", "cache"):
+        raise UserError(f"side {asked!r} is unknown: choose weights or cache")
+    name, bits = ("front", "bits") if asked == "weights" else ("kv_front", "kv_bits")
+    if not facts[name]:
+        raise UserError(f"this search was not about the {asked}: it has no front of it")
+    figure, beside = go.Figure(), result.findings.other_side(asked)
+    rows = [{**p, "predicted_kl": p["predicted_kl"] + beside} for p in facts[name]]
+    other = "cache" if asked == "weights" else "weights"
+    _front_line(figure, rows, "front, predicted" + (f", with the result's {other}" if beside else ""))
+    uniforms = facts["uniform"]
+    figure.add_scatter(
+        x=[u[bits] for u in uniforms], y=[u["measured_kl"] for u in uniforms], text=[u["format"] for u in uniforms], mode="markers",
+        name="uniform formats, measured", marker={"color": POINT, "size": 8}, hovertemplate="%{text}: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
+    )  # fmt: skip
+    figure.add_scatter(
+        x=[facts[bits]], y=[facts["measured_kl"]], mode="markers", name="this recipe, measured",
+        error_y={"type": "data", "array": [facts["measured_kl_stderr"] or 0.0], "color": ACCENT},
+        marker={"color": ACCENT, "size": 11, "symbol": "diamond"}, hovertemplate="this recipe: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
+    )  # fmt: skip
+    what = "bits per weight" if asked == "weights" else "bits per cached value"
+    return _styled(figure, f"Damage against {what}", what, KL_AXIS, log_y=True)
+
+
+def front(result: FrontResult) -> go.Figure:
+    """Return the fronts of `autoq.front` or `result.front()`: predicted lines with their error bands, and what was measured."""
+    figure = go.Figure()
+    for points, name, colour in ((result.weights, "weights", LINE), (result.kv, "cache", "#2a9d6f")):
+        rows = [{"bits": p.bits, "predicted_kl": p.predicted_kl, "predicted_kl_stderr": p.stderr} for p in points]
+        _front_line(figure, rows, f"{name}, predicted", colour)
+    measured = [(p.kv_bits if p.bits == 16 else p.bits, p) for p in result.measured]
+    if measured:
+        figure.add_scatter(
+            x=[bits for bits, _ in measured], y=[p.measured_kl for _, p in measured], text=[p.label for _, p in measured], mode="markers",
+            name="measured", marker={"color": ACCENT, "size": 9},
+            error_y={"type": "data", "array": [p.stderr for _, p in measured], "color": ACCENT},
+            hovertemplate="%{text}: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
+        )  # fmt: skip
+    return _styled(figure, "The least damage at every budget", "bits per value", KL_AXIS, log_y=True)
+
+
+def predicted_measured(result: HasFindings) -> go.Figure:
+    """Return predicted against measured KL of everything that was measured; on the dashed line both are the same."""
+    rows = [r for r in result.findings.facts["confirmed"] if r["predicted_kl"] > 0 and r["measured_kl"] > 0]
+    figure = go.Figure()
+    if rows:
+        values = [r[k] for r in rows for k in ("predicted_kl", "measured_kl")]
+        ends = [min(values) / 1.3, max(values) * 1.3]
+        figure.add_scatter(
+            x=ends, y=ends, mode="lines", line={"color": POINT, "dash": "dash", "width": 1}, name="the same", hoverinfo="skip"
+        )
+    for name, is_best, colour in (("measured", False, POINT), ("the result", True, ACCENT)):
+        chosen = [r for r in rows if bool(r["is_best"]) == is_best]
+        figure.add_scatter(
+            x=[r["predicted_kl"] for r in chosen], y=[r["measured_kl"] for r in chosen], text=[r["recipe"] for r in chosen], mode="markers",
+            name=name, marker={"color": colour, "size": 9}, error_y={"type": "data", "array": [r["measured_kl_stderr"] or 0.0 for r in chosen]},
+            hovertemplate="%{text}: %{x:.4g} predicted, %{y:.4g} measured<extra></extra>",
+        )  # fmt: skip
+    figure.update_xaxes(type="log", tickformat="~g")
+    return _styled(figure, "Predicted and measured damage", "predicted " + KL_AXIS, "measured " + KL_AXIS, log_y=True)
+
+
+def recipe(result: Recipe | HasFindings) -> go.Figure:
+    """Return the bits of every weight unit, key and value, layer by layer, with the format's name on hover."""
+    its = result if isinstance(result, Recipe) else result.findings.recipe
+    cells = [(e.role, e.layer, e.format, e.bits) for e in its.weights.values()]
+    for layer in its.kv:
+        cells += [(role, layer.layer, e.format, e.bits) for role, e in (("K", layer.key), ("V", layer.value))]
+    roles = list(dict.fromkeys(role for role, *_ in cells))
+    layers = sorted({layer for _, layer, *_ in cells if layer is not None})
+    by_place = {(role, layer): (name, bits) for role, layer, name, bits in cells}
+    grid = [[by_place.get((role, layer)) for layer in layers] for role in roles]
+    figure = go.Figure(
+        go.Heatmap(
+            x=layers,
+            y=roles,
+            z=[[min(c[1], 8.5) if c else None for c in row] for row in grid],
+            zmin=2,
+            zmax=8.5,
+            customdata=[[f"{c[0]}, {c[1]:.3f} bits" if c else "" for c in row] for row in grid],
+            colorscale=BITS_SCALE,
+            xgap=1,
+            ygap=1,
+            hovertemplate="layer %{x}, %{y}: %{customdata}<extra></extra>",
+            colorbar={
+                "title": {"text": "bits"},
+                "tickvals": [2, 3, 4, 5, 6, 7, 8],
+                "ticktext": ["2", "3", "4", "5", "6", "7", "8 and more"],
+            },
+        )
+    )
+    figure.update_yaxes(autorange="reversed")
+    return _styled(figure, "Bits of every unit", "layer", "")
+
+
+def cache_formats(result: Recipe | HasFindings) -> go.Figure:
+    """Return the K and V format of every layer, as bars of bits per cached value coloured by format."""
+    its = result if isinstance(result, Recipe) else result.findings.recipe
+    if not its.kv:
+        raise UserError("this recipe has no caches")
+    figure = go.Figure()
+    palette = ["#3b7dd8", "#e15714", "#2a9d6f", "#b35bc4", "#c9a227", "#5c6bc0", "#d1495b", "#00838f", "#8d6e63", "#7b8794"]
+    names = list(dict.fromkeys(e.format for layer in its.kv for e in (layer.key, layer.value)))
+    for i, name in enumerate(names):
+        bars = [
+            (layer.layer, kind, e.bits)
+            for layer in its.kv
+            for kind, e in (("K", layer.key), ("V", layer.value))
+            if e.format == name
+        ]
+        figure.add_bar(
+            x=[[str(layer) for layer, *_ in bars], [kind for _, kind, _ in bars]], y=[bits for *_, bits in bars], name=name,
+            marker={"color": palette[i % len(palette)]}, hovertemplate="layer %{x}: %{y:.3f} bits<extra>" + name + "</extra>",
+        )  # fmt: skip
+    figure.update_layout(barmode="stack", bargap=0.1)
+    order = [[str(layer.layer) for layer in its.kv for _ in "KV"], [kind for _ in its.kv for kind in "KV"]]
+    figure.add_bar(x=order, y=[0] * len(order[0]), showlegend=False, hoverinfo="skip")  # keeps layers in order
+    figure.data = (figure.data[-1], *figure.data[:-1])
+    return _styled(figure, "K and V formats by layer", "layer", "bits per cached value")
+
+
+def memory(result: HasFindings) -> go.Figure:
+    """Return weight and KV cache bytes over the context length, as the recipe stores them and in 16 bit."""
+    found = result.findings
+    rows, parameters = found.facts.get("context") or [], found.recipe.model.parameters
+    if not rows:
+        raise UserError("this recipe has no caches, or was searched with an older version")
+    contexts, totals = [r["context"] for r in rows], found.recipe.totals
+    unit, name = _unit(max(2 * parameters, *(r["kv_bytes_16bit"] for r in rows)))
+    figure = go.Figure()
+    for label, weights, key, dash in (
+        ("recipe", totals.weight_bytes, "kv_bytes", "solid"), ("16 bit", 2 * parameters, "kv_bytes_16bit", "dot"),
+    ):  # fmt: skip
+        for what, values, colour in (
+            ("weights", [weights] * len(rows), LINE), ("KV cache", [r[key] for r in rows], "#2a9d6f"),
+            ("both", [weights + r[key] for r in rows], ACCENT),
+        ):  # fmt: skip
+            figure.add_scatter(
+                x=contexts, y=[v / unit for v in values], mode="lines", name=f"{what}, {label}", line={"color": colour, "dash": dash},
+                hovertemplate="%{x:,} tokens: %{y:.4g} " + name + f"<extra>{what}, {label}</extra>",
+            )  # fmt: skip
+    figure.update_xaxes(type="log", tickvals=contexts[:: max(1, len(contexts) // 7)], tickformat=",")
+    batch = found.recipe.budget.batch
+    many = "" if batch == 1 else f" of {batch} sequences"
+    return _styled(figure, f"Weights and cache{many} over context length", "tokens of context", name)
+
+
+def history(result: HasFindings) -> go.Figure:
+    """Return Optuna's optimization history of the search's trials, in nats of KL per token."""
+    from autoq.trials import plots
+
+    return _styled(plots.history(*_study(result.findings)), "Trials", "trial", KL_AXIS)
+
+
+def importances(result: HasFindings) -> go.Figure:
+    """Return Optuna's importances of the multipliers by role and third of the depth."""
+    from autoq.trials import plots
+
+    return _styled(plots.importances(*_study(result.findings)), "What mattered in the trials", "importance (PED-ANOVA)", "")
+
+
+def _study(found: Findings) -> tuple[str, str, Any]:
+    trials = found.facts.get("trials")
+    if not trials:
+        raise UserError("this search made no trials: search with trials=60")
+    return trials["study"], found.storage or trials["storage"], found.run
+
+
+def _front_line(figure: go.Figure, points: Sequence[Mapping[str, Any]], name: str = "front, predicted", colour: str = LINE) -> None:
+    points = [p for p in points if p["predicted_kl"] > 0]
+    if not points:
+        return
+    x, y = [p["bits"] for p in points], [p["predicted_kl"] for p in points]
+    errors = [p.get("predicted_kl_stderr") or 0.0 for p in points]
+    band = [kl + e for kl, e in zip(y, errors, strict=True)] + [max(kl - e, kl / 100) for kl, e in zip(y, errors, strict=True)][
+        ::-1
+    ]
+    figure.add_scatter(
+        x=x + x[::-1], y=band, fill="toself", mode="none", fillcolor=_tint(colour), name=f"{name}: standard error", hoverinfo="skip"
+    )
+    figure.add_scatter(
+        x=x, y=y, mode="lines+markers", name=name, line={"color": colour}, marker={"size": 4}, customdata=errors,
+        hovertemplate="%{y:.4g} ± %{customdata:.2g} nats at %{x:.3f} bits<extra>" + name + "</extra>",
+    )  # fmt: skip
+
+
+def _tint(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, .22)"
+
+
+def _log10(value: float | None) -> float | None:
+    from math import log10
+
+    return log10(value) if value is not None and value > 0 else None
+
+
+def _nats(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _unit(largest: float) -> tuple[int, str]:
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB") if largest >= MIB else (KIB, "KiB")
+
+
+def _styled(figure: go.Figure, title: str, x: str, y: str, log_y: bool = False, menu: bool = False) -> go.Figure:
+    figure.update_layout(
+        template="none", title={"text": title, "x": 0, "xref": "paper", "font": {"size": 14}}, paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)", font={"color": POINT, "family": "system-ui, sans-serif", "size": 12}, height=380,
+        margin={"l": 70, "r": 20, "t": 92 if menu else 48, "b": 90}, legend={"orientation": "h", "y": -0.32}, hoverlabel={"font": {"size": 12}},
+    )  # fmt: skip
+    figure.update_xaxes(title={"text": x}, gridcolor=GREY, zeroline=False, automargin=True)
+    figure.update_yaxes(title={"text": y}, gridcolor=GREY, zeroline=False, automargin=True)
+    if log_y:
+        figure.update_yaxes(type="log", tickformat="~g")
+    return figure
