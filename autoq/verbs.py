@@ -124,7 +124,9 @@ def load_model(name: str = "demo", device: str = "auto", dtype: str = "auto") ->
     """Load a causal language model and its tokenizer.
 
     Args:
-        name: "demo" (bundled), a Hub name, a folder or a .gguf file. dtype: float32, bfloat16, float16 or auto.
+        name: "demo" (bundled), a Hub name, a folder or a .gguf file.
+        device: auto, cpu, cuda, cuda:1 ...
+        dtype: float32, bfloat16, float16 or auto.
 
     Raises UserError for what cannot be loaded.
     """
@@ -143,7 +145,8 @@ def profile(
     Args:
         model: loaded, or a name as `load_model` takes it; a loaded one is as before afterwards, also after an interrupt.
         text: a tokenizer, or batches of token ids [sequences, tokens], full and without padding (tensors, lists, or mappings with
-            "input_ids"), or a text file or dataset; by default Python's own documentation. progress: bars, or an object that takes them.
+            "input_ids"), or a text file or dataset; by default Python's own documentation.
+        progress: bars, or an object that takes them.
         options: as `autoq profile` has them.
 
     Raises UserError for a mistake in what was asked.
@@ -160,8 +163,11 @@ def search(
     """Find the recipe that costs the least quality within a budget, and measure it.
 
     Args:
-        model, text, progress: as in `profile`. eval: text or batches to measure on, never what is profiled. With `text` in batches it is
-            needed, in batches too; with trials or max_kl its first half is for those, and the result is measured on the other.
+        model: as in `profile`.
+        text: as in `profile`.
+        eval: text or batches to measure on, never what is profiled. With `text` in batches it is needed, in batches too; with trials or
+            max_kl its first half is for those, and the result is measured on the other.
+        progress: as in `profile`.
         options: as `autoq search` has them: budget="4.5bits", kv_budget="6bits", memory="24GiB", context="32k", trials=60 ...
 
     Raises UserError for a mistake in what was asked, such as a budget that cannot be met.
@@ -200,8 +206,9 @@ def quantized(
     """Run the block with a recipe's weights, keys and values in place of the model's own; everything is back afterwards.
 
     Args:
-        recipe: a recipe, a search's result, a recipe file or a run folder. caches: round K and V where attention reads them; leave it out
-            with a `QuantizedKVCache`, which holds them packed.
+        model: a loaded model.
+        recipe: a recipe, a search's result, a recipe file or a run folder.
+        caches: round K and V where attention reads them; leave it out with a `QuantizedKVCache`, which holds them packed.
 
     Raises UserError if the recipe is for another model.
     """
@@ -217,9 +224,13 @@ def memory(
     """Price weights and KV cache for every KV format, context and batch; a config alone is enough.
 
     Args:
-        model: loaded, a name or a folder; by default the recipe's, else demo. context: tokens (32768 or "32k"), one or several.
-        batch: sequences, one or several. recipe: count weights and cache as it stores them. engine: count its pages.
-        target: a device such as "h100". available: its memory, "24GiB" or bytes, by default the target's; then what fits is told too.
+        model: loaded, a name or a folder; by default the recipe's, else demo.
+        context: tokens (32768 or "32k"), one or several.
+        batch: sequences, one or several.
+        recipe: count weights and cache as it stores them.
+        engine: count its pages.
+        target: a device such as "h100".
+        available: its memory, "24GiB" or bytes, by default the target's; then what fits is told too.
 
     Raises UserError for a context beyond the model's maximum, or a recipe that engine or target cannot serve.
     """
@@ -239,8 +250,12 @@ def validate(
     """Pack a recipe with the real kernels, check every byte, and measure the model that runs on them.
 
     Args:
-        recipe: of a file or a run folder, what was found is written into it. model: loaded, or where it is. text: its tokenizer, or the
-            batches that the recipe was measured on. sample: pack only so many units, drawn by `seed`.
+        recipe: a recipe file, a run folder or a search's result; what was found is written into the file.
+        model: loaded, or where it is; by default the one that the recipe names.
+        text: its tokenizer, or the batches that the recipe was measured on.
+        sample: pack only so many units.
+        seed: by which they are drawn.
+        progress: bars, or an object that takes them.
 
     Raises UserError for a recipe of another model, or a recipe in memory whose file is not known.
     """
@@ -270,9 +285,11 @@ def export(
 
     Args:
         to: modelopt, llm-compressor, compressed-tensors, auto-round, gptqmodel, torchao, transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx;
-            or all. out: the folder; by default export/<consumer> beside the recipe's file, else below the working folder.
+            or all.
+        out: the folder; by default export/<consumer> beside the recipe's file, else below the working folder.
         rounding: "none" refuses what the consumer lacks; "scales" lets it pick its own scales for the same bytes; "up" also takes its next
-            better format. model: by default the one that the recipe names; its config is enough.
+            better format.
+        model: by default the one that the recipe names; its config is enough.
 
     Raises ExportRefusedError, with a `report` of every loss, where something would be lost that `rounding` does not allow.
     """
@@ -292,8 +309,14 @@ def import_recipe(
     """Make a recipe of what another tool wrote, to show, price, check and measure it; see `autoq import`.
 
     Args:
-        path: a recipe, a config.json, a GGUF file, or a checkpoint folder. model: the 16-bit model it is for.
-        kind: the file's format; by default by its looks. out: the recipe to write; nothing may be there yet.
+        path: a recipe, a config.json, a GGUF file, or a checkpoint folder.
+        model: the 16-bit model it is for.
+        kind: the file's format; by default by its looks.
+        out: the recipe to write; nothing may be there yet.
+        calib: text on which caches with static scales are calibrated.
+        context: tokens at which the cache is priced.
+        batch: sequences for which the cache is priced.
+        progress: bars, or an object that takes them.
     """
     with _python_words():
         tokens = None if context is None else parse_size(str(context))
@@ -316,7 +339,13 @@ def retrieval(
     """Plant facts in generated text, and see whether the quantized model finds them as the original does.
 
     Args:
-        lengths: tokens of a prompt. depths: where the fact stands, 0 to 1. samples: prompts for every kind, length and depth.
+        recipe: a recipe file, a run folder or a search's result.
+        model: where the model is; by default the one that the recipe names.
+        lengths: tokens of a prompt.
+        depths: where the fact stands, 0 to 1.
+        samples: prompts for every kind, length and depth.
+        seed: of the generated text.
+        progress: bars, or an object that takes them.
     """
     path = recipe.recipe_path if isinstance(recipe, api.SearchResult) else api.find_recipe(Path(recipe))
     with _python_words():
@@ -327,7 +356,9 @@ def report(result: api.HasFindings | Path | str, out: Path | str | None = None, 
     """Write the report of a search, one HTML file that opens without a network, and return where it is.
 
     Args:
-        result: what a search returned, or its run folder. out: by default report.html in the run folder.
+        result: what a search returned, or its run folder.
+        out: by default report.html in the run folder.
+        model: loaded, or where it is, for what other tools take.
     """
     with _python_words():
         if isinstance(result, api.SearchResult):

@@ -77,6 +77,7 @@ def _check_own(fmt: Format | KVFormat, path: Path) -> None:
     element, own = values.element, values.activation is None
     if element is None or not own:
         raise UserError(f"{where}: give an element such as INT6, and no activation")
+    bits: tuple[int, ...]
     if isinstance(element, IntElement):
         bits, rules = (
             (OWN_ASYMMETRIC, ("minmax",)) if element.asymmetric else (OWN_SYMMETRIC, ("absmax", "full_range", "half_step"))

@@ -55,7 +55,7 @@ class MeasuredPoint:
         return {**asdict(self), "recipe": None if self.recipe is None else str(self.recipe)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FrontResult:
     """The fronts of a run: weights and caches apart, and both together in bytes; and what of them was measured.
 
@@ -87,6 +87,9 @@ class FrontResult:
         from autoq.display import plots
 
         return plots.front(self)
+
+    def __repr__(self) -> str:
+        return f"<FrontResult of {self.run}: {len(self.weights)} points of the weights, {len(self.kv)} of the cache, {len(self.measured)} measured>"
 
     def _repr_html_(self) -> str:
         return front_html(self)

@@ -29,7 +29,7 @@ MOST_SEQUENCES = 2**20  # a model without a cache holds any number
 MOST_TOKENS = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Memory:
     """Prices of a model.
 
@@ -41,6 +41,9 @@ class Memory:
 
     rows: list[dict[str, Any]]
     largest: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return f"<Memory: {len(self.rows)} rows by KV format, context and batch>"
 
     def _repr_html_(self) -> str:
         return memory_html(self.rows, self.largest)

@@ -50,7 +50,7 @@ class Profiled:
     clock: Clock
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProfileResult:
     """What every format costs every unit, in nats of KL per token; any budget can be searched from it.
 
@@ -87,6 +87,10 @@ class ProfileResult:
         from autoq.display import plots
 
         return plots.sensitivity(self)
+
+    def __repr__(self) -> str:
+        facts = self.to_json()
+        return f"<ProfileResult of {facts['model']}: {facts['units']} units x {len(facts['formats'])} formats, {facts['sequences']} sequences, in {self.run}>"
 
     def _repr_html_(self) -> str:
         return profile_html(self.damage_map, self.to_json())

@@ -10,6 +10,7 @@ from autoq.api.checking import Checked, check
 from autoq.api.exporting import ALL, ExportReport, export, export_all
 from autoq.api.showing import find_recipe, show
 from autoq.display.html import recipe_html
+from autoq.display.words import nats
 from autoq.run_folder import make_folder
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class Recipe(recipes.Recipe):
         from autoq.display import plots
 
         return plots.recipe(self)
+
+    def __repr__(self) -> str:
+        measured = "not measured" if self.measured is None else f"KL {nats(self.measured.kl)}"
+        return f"<Recipe for {self.model.id}: {self.totals.bits:.4f} bits per weight, {self.totals.kv_bits:.4g} per cached value, {measured}>"
 
     def _repr_html_(self) -> str:
         return recipe_html(show(self))

@@ -35,6 +35,7 @@ from autoq.config import SearchConfig
 from autoq.display.findings import Findings
 from autoq.display.html import search_html
 from autoq.display.progress import Clock, Reporter, Silent
+from autoq.display.words import answer
 from autoq.errors import UserError
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import TRUSTED_KL, DamageTable, disagreeing_cells
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from autoq.api.validating import Validation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult:
     """A recipe, what was measured, and the front around it.
 
@@ -110,6 +111,9 @@ class SearchResult:
     def report(self, out: Path | str | None = None) -> Path:
         """Write the report, one HTML file, and return where: by default report.html in the run folder."""
         return report(self.findings, out)
+
+    def __repr__(self) -> str:
+        return f"<SearchResult {answer(self.recipe, self.to_json())} In {self.run}>"
 
     def _repr_html_(self) -> str:
         return search_html(self.findings)
