@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from autoq.cli.app import app
+from autoq.cli.completion import CONSUMERS, ENGINES, KINDS, ROUNDS, TARGETS, among, models
 from autoq.cli.options import Debug, ItsModel, Json, RecipeFile
-from autoq.cli.output import fail, print_json, reporter, stdout
+from autoq.cli.output import fail, print_json, printed, reporter, stdout
 from autoq.config import SearchConfig
 
 D = SearchConfig()
-_CONSUMERS = "modelopt, llm-compressor, compressed-tensors, auto-round, gptqmodel, torchao, transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx"
 
 
 @app.command(
@@ -21,7 +21,7 @@ _CONSUMERS = "modelopt, llm-compressor, compressed-tensors, auto-round, gptqmode
 )
 def export(
     recipe: RecipeFile = None,
-    to: Annotated[str, typer.Option(help=f"{_CONSUMERS}; or all.")] = ...,  # type: ignore[assignment]
+    to: Annotated[str, typer.Option(help=f"{', '.join(CONSUMERS)}; or all.", autocompletion=among((*CONSUMERS, "all")))] = ...,  # type: ignore[assignment]
     out: Annotated[
         Path | None, typer.Option(help="Folder. Default: export/CONSUMER beside the recipe.", show_default=False)
     ] = None,
@@ -30,6 +30,7 @@ def export(
         typer.Option(
             "--round",
             help="What the consumer lacks: none refuses; scales lets it pick its own scales for the same bytes; up also takes its next better format.",
+            autocompletion=among(ROUNDS),
         ),
     ] = "none",
     model: ItsModel = None,
@@ -47,7 +48,7 @@ def export(
         else:
             from autoq.display.exports import export_table
 
-            stdout().print(export_table(reports))
+            printed(export_table(reports))
         if all(r.refused for r in reports):
             raise typer.Exit(1)
         return
@@ -62,7 +63,7 @@ def export(
     else:
         from autoq.display.exports import export_view
 
-        stdout().print(export_view(report))
+        printed(export_view(report))
 
 
 @app.command(
@@ -71,13 +72,16 @@ def export(
 )
 def import_(
     file: Annotated[Path, typer.Argument(help="A recipe, a config.json, a GGUF file, or a checkpoint folder.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The 16-bit model it is for: demo, a Hub name, or a folder.")] = D.model,
+    model: Annotated[
+        str, typer.Option(help="The 16-bit model it is for: demo, a Hub name, or a folder.", autocompletion=models)
+    ] = D.model,
     kind: Annotated[
         str | None,
         typer.Option(
             "--from",
             help="modelopt, hf_quant_config, llm-compressor, compressed-tensors, auto-round, gptqmodel, torchao, mlx, gguf. Default: by its looks.",
             show_default=False,
+            autocompletion=among(KINDS),
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The recipe to write; nothing may be there yet.")] = Path("imported.yaml"),
@@ -104,7 +108,7 @@ def import_(
     else:
         from autoq.display.exports import import_view
 
-        stdout().print(import_view(found))
+        printed(import_view(found))
 
 
 @app.command(
@@ -114,12 +118,20 @@ def check(
     recipe: RecipeFile = None,
     model: ItsModel = None,
     engine: Annotated[
-        str | None, typer.Option(help="The engine that is to serve it. Default: the recipe's.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The engine that is to serve it. Default: the recipe's.", show_default=False, autocompletion=among(ENGINES)
+        ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="The device that is to run it. Default: the recipe's.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The device that is to run it. Default: the recipe's.", show_default=False, autocompletion=among(TARGETS)
+        ),
     ] = None,
-    consumer: Annotated[str | None, typer.Option(help="A tool that it is to be exported to.", show_default=False)] = None,
+    consumer: Annotated[
+        str | None, typer.Option(help="A tool that it is to be exported to.", show_default=False, autocompletion=among(CONSUMERS))
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

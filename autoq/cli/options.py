@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from autoq.cli import completion
 from autoq.errors import UserError
 
 TRIALS = "Trials"
@@ -18,8 +19,13 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-Model = Annotated[str, typer.Option("--model", help="demo, a Hub name, a model folder, or a .gguf file.")]
-Space = Annotated[str, typer.Option(help="A bundled search space (default, plain, int, blackwell) or a YAML file.")]
+Model = Annotated[
+    str, typer.Option("--model", help="demo, a Hub name, a model folder, or a .gguf file.", autocompletion=completion.models)
+]
+Space = Annotated[
+    str,
+    typer.Option(help="A bundled search space (default, plain, int, blackwell) or a YAML file.", autocompletion=completion.spaces),
+]
 Calib = Annotated[
     str | None,
     typer.Option(
@@ -44,27 +50,50 @@ SeqLen = Annotated[
 ]
 Run = Annotated[
     Path | None,
-    typer.Option("--run", parser=_folder, metavar="DIR", help="Run folder. Default: runs/<model>-<time>.", show_default=False),
+    typer.Option(
+        "--run",
+        parser=_folder,
+        metavar="DIR",
+        help="Run folder. Default: runs/<model>-<time>.",
+        show_default=False,
+        autocompletion=completion.runs,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on in --run, or in this model's newest run.")]
 Include = Annotated[list[str] | None, typer.Option(help="Search this too: lm_head.", show_default=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", autocompletion=completion.among(completion.DTYPES))]
 ProfileBatch = Annotated[int, typer.Option(help="Sequences scored together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 RecipeFile = Annotated[
-    Path | None, typer.Argument(help="A recipe file or a run folder. Default: the newest run.", show_default=False)
+    Path | None,
+    typer.Argument(
+        help="A recipe file or a run folder. Default: the newest run.", show_default=False, autocompletion=completion.runs
+    ),
 ]
 ItsModel = Annotated[
-    str | None, typer.Option("--model", help="The model it is for. Default: the one the recipe names.", show_default=False)
+    str | None,
+    typer.Option(
+        "--model",
+        help="The model it is for. Default: the one the recipe names.",
+        show_default=False,
+        autocompletion=completion.models,
+    ),
 ]
 Trials = Annotated[
     int,
     typer.Option(help="Recipes near the exact solution that Optuna measures; 0: only the solution itself.", rich_help_panel=TRIALS),
 ]
-Sampler = Annotated[str, typer.Option(help="Optuna's sampler: tpe, gp, nsga3, cmaes, random.", rich_help_panel=TRIALS)]
+Sampler = Annotated[
+    str,
+    typer.Option(
+        help="Optuna's sampler: tpe, gp, nsga3, cmaes, random.",
+        rich_help_panel=TRIALS,
+        autocompletion=completion.among(completion.SAMPLERS),
+    ),
+]
 TrialSamples = Annotated[
     int, typer.Option(help="Windows that trials are measured on, kept apart from all other text.", rich_help_panel=TRIALS)
 ]

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from autoq.display.terminal import RichReporter
 
 
@@ -17,6 +19,11 @@ def stdout() -> Console:
     """Return where results are printed."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, 110))
+
+
+def printed(found: RenderableType) -> None:
+    """Print a result on stdout: tables as wide as the terminal, lines to copy whole."""
+    stdout().print(found, crop=False)
 
 
 def reporter() -> RichReporter:

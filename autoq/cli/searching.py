@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoq.cli.app import app
+from autoq.cli.completion import CONSUMERS, ENGINES, TARGETS, among, runs
 from autoq.cli.options import (
     TRIALS,
     Calib,
@@ -31,8 +32,8 @@ from autoq.cli.options import (
     Trials,
     TrialSamples,
 )
-from autoq.cli.output import fail, print_json, reporter, stdout
-from autoq.config import SearchConfig
+from autoq.cli.output import fail, print_json, printed, reporter, stdout
+from autoq.config import SIDES, SearchConfig
 from autoq.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,13 +75,24 @@ def search(
     batch: Annotated[int, typer.Option(help="Sequences for which the cache is priced.")] = D.batch,
     target: Annotated[
         str,
-        typer.Option(help="Leave out formats this device cannot run: any, cpu, a100, l40s, h100, h200, b200, rtx4090, rtx5090."),
+        typer.Option(
+            help="Leave out formats this device cannot run: any, cpu, a100, l40s, h100, h200, b200, rtx4090, rtx5090.",
+            autocompletion=among(TARGETS),
+        ),
     ] = D.target,
     engine: Annotated[
-        str, typer.Option(help="Mix cache formats as this engine can: none, transformers, vllm, sglang, tensorrt-llm, llama.cpp.")
+        str,
+        typer.Option(
+            help="Mix cache formats as this engine can: none, transformers, vllm, sglang, tensorrt-llm, llama.cpp.",
+            autocompletion=among(ENGINES),
+        ),
     ] = D.engine,
     consumer: Annotated[
-        str, typer.Option(help="Only formats and rounding that this tool computes, so that `autoq export --to` it loses nothing.")
+        str,
+        typer.Option(
+            help="Only formats and rounding that this tool computes, so that `autoq export --to` it loses nothing.",
+            autocompletion=among(("none", *CONSUMERS)),
+        ),
     ] = D.consumer,
     space: Space = D.space,
     calib: Calib = None,
@@ -110,7 +122,10 @@ def search(
         bool, typer.Option("--front", help="Instead of one recipe: damage against memory; with --trials it is measured.")
     ] = False,
     sides: Annotated[
-        str, typer.Option(help="What --max-kl and --front make smaller without a budget: weights, cache, both.")
+        str,
+        typer.Option(
+            help="What --max-kl and --front make smaller without a budget: weights, cache, both.", autocompletion=among(SIDES)
+        ),
     ] = D.sides,
     trials: Trials = D.trials,
     sampler: Sampler = D.sampler,
@@ -165,7 +180,7 @@ def search(
     else:
         from autoq.display.terminal import search_result
 
-        stdout().print(search_result(result, api.show(result.recipe)["units"]))
+        printed(search_result(result, api.show(result.recipe)["units"]))
     fail(result.validation.problems if result.validation else ())
 
 
@@ -249,7 +264,7 @@ def profile(
     epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json\n\nautoq front runs/mine --measure 3.5,4.5 --measure-kv 4"
 )
 def front(
-    run: Annotated[Path, typer.Argument(help="A run folder with a finished profile.")],
+    run: Annotated[Path, typer.Argument(help="A run folder with a finished profile.", autocompletion=runs)],
     budgets: Annotated[
         str | None, typer.Option(help="Bits to solve at, separated by commas. Default: 2 to 9 in quarters.", show_default=False)
     ] = None,
@@ -300,4 +315,4 @@ def _print_front(result: FrontResult, as_json: bool) -> None:
     else:
         from autoq.display.fronts import fronts
 
-        stdout().print(fronts(result))
+        printed(fronts(result))

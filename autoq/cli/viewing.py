@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from autoq.cli.app import app
+from autoq.cli.completion import ENGINES, TARGETS, among, runs
 from autoq.cli.options import Debug, ItsModel, Json, RecipeFile
-from autoq.cli.output import fail, print_json, reporter, stdout
+from autoq.cli.output import fail, print_json, printed, reporter, stdout
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 
@@ -32,14 +33,16 @@ def show(
     else:
         from autoq.display.units import recipe_view
 
-        stdout().print(recipe_view(view))
+        printed(recipe_view(view))
 
 
 @app.command(
     epilog="Examples:\n\nautoq report\n\nautoq report runs/mine --out mine.html\n\nautoq report runs/mine --model my-folder"
 )
 def report(
-    run: Annotated[Path | None, typer.Argument(help="A run folder. Default: the newest run.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder. Default: the newest run.", show_default=False, autocompletion=runs)
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The file. Default: report.html in the run folder.", show_default=False)] = None,
     model: ItsModel = None,
     as_json: Json = False,
@@ -80,7 +83,7 @@ def validate(
     else:
         from autoq.display.checks import validation
 
-        stdout().print(validation(result))
+        printed(validation(result))
     fail(result.problems)
 
 
@@ -108,7 +111,7 @@ def retrieval(
     else:
         from autoq.display.checks import retrieval_table
 
-        stdout().print(retrieval_table(result))
+        printed(retrieval_table(result))
 
 
 @app.command(epilog="Examples:\n\nautoq formats")
@@ -119,7 +122,7 @@ def formats(as_json: Json = False, debug: Debug = False) -> None:
     if as_json:
         print_json({"formats": format_rows()})
     else:
-        stdout().print(format_table())
+        printed(format_table())
 
 
 @app.command(
@@ -140,12 +143,17 @@ def memory(
         Path | None, typer.Option(help="Count weights and cache as this recipe stores them.", show_default=False)
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="A device whose memory it has to fit: a100, h100, b200 ...", show_default=False)
+        str | None,
+        typer.Option(
+            help="A device whose memory it has to fit: a100, h100, b200 ...", show_default=False, autocompletion=among(TARGETS)
+        ),
     ] = None,
     available: Annotated[
         str | None, typer.Option("--memory", help="The same in bytes: 24GiB. What fits is printed.", show_default=False)
     ] = None,
-    engine: Annotated[str, typer.Option(help="Count this engine's pages, and only cache formats it serves.")] = D.engine,
+    engine: Annotated[
+        str, typer.Option(help="Count this engine's pages, and only cache formats it serves.", autocompletion=among(ENGINES))
+    ] = D.engine,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -174,7 +182,7 @@ def memory(
             if recipe
             else f"{model or D.model}: weights in 16 bit (--recipe prices a recipe)"
         )
-        stdout().print(memory_table(found, of, room))
+        printed(memory_table(found, of, room))
 
 
 @app.command(epilog="Examples:\n\nautoq doctor\n\nautoq doctor --json")
@@ -191,6 +199,6 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
     else:
         from autoq.display.doctor import doctor_view
 
-        stdout().print(doctor_view(found))
+        printed(doctor_view(found))
     if found.problems:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autoq.display.fronts import front_table
 from autoq.display.trials import trials_view
-from autoq.display.units import unit_table
+from autoq.display.units import UnitTable
 from autoq.display.words import nats, size
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         f"(ratio {ratio:.4f} ± {measured.perplexity_ratio_stderr:.4f})",
     )
     parts: list[RenderableType | None] = [
-        unit_table(units, predicted_kl),
+        UnitTable(units, predicted_kl),
         front_table(result.weight_front, totals.bits, "bits per weight"),
         front_table(result.kv_front, totals.kv_bits, "bits per cached value"),
         uniform_table(result),
@@ -109,19 +109,19 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         lines,
     ]
     parts += [Text(f"warning: {w}", style="yellow") for w in result.warnings]
-    files = Table.grid(padding=(0, 2))
-    for name, what in (
-        ("recipe.yaml", "the recipe"), ("result.json", "these figures"), ("profile.safetensors", "the profile, reused for any budget"),
-        ("profile.json", "the profile's facts in words"), ("run.json", "what was asked"),
-    ):  # fmt: skip
-        files.add_row(str(result.run / name), Text(what, style="dim"))
+    written = [
+        (str(result.run / name), what) for name, what in (
+            ("recipe.yaml", "the recipe"), ("result.json", "these figures"), ("profile.safetensors", "the profile, reused for any budget"),
+            ("profile.json", "the profile's facts in words"), ("run.json", "what was asked"),
+        )
+    ]  # fmt: skip
     if result.trials is not None and result.trials.storage.startswith(str(result.run)):
-        files.add_row(result.trials.storage, Text("every trial; optuna-dashboard opens it", style="dim"))
+        written.append((result.trials.storage, "every trial; optuna-dashboard opens it"))
     if result.validation is not None:
         from autoq.display.checks import validation
 
         parts.append(validation(result.validation))
-    parts += [Text("written", style="bold"), files, _next_steps(result)]
+    parts += [lines_with_remarks("written", written), lines_with_remarks("next", _next_steps(result))]
     return Group(*(p for p in parts if p is not None))
 
 
@@ -134,28 +134,33 @@ def _split(result: SearchResult) -> str:
     return ", ".join(parts)
 
 
-def _next_steps(result: SearchResult) -> RenderableType:
+def lines_with_remarks(title: str, lines: list[tuple[str, str]]) -> RenderableType:
+    """Return lines to copy, each with a remark after it as a shell has it; none is cut or broken, however narrow the terminal."""
+    width = min(64, max(len(line) for line, _ in lines))
+    parts = [Text(title, style="bold")]
+    for line, remark in lines:
+        parts.append(Text.assemble(line.ljust(width), ("  # " + remark, "dim"), no_wrap=True, overflow="ignore"))
+    return Group(*parts)
+
+
+def _next_steps(result: SearchResult) -> list[tuple[str, str]]:
+    """Return commands to go on with, and what each is for."""
     asked, totals, autoq = result.recipe.budget, result.recipe.totals, command_name()
     budgets = [f"--budget {totals.bits + 0.5:.2g}bits"] if asked.weights else []
     budgets += [f"--kv-budget {totals.kv_bits + 0.5:.2g}bits"] if asked.kv else []
     another = f"{autoq} search {result.options} --run {result.run} {' '.join([*budgets, *asked.limits()])}"
     same = f"{autoq} search {result.options} --run {result.run} {' '.join(asked.options())} --trials {TRIALS}"
-    steps = Table.grid(padding=(0, 2))
-    steps.add_column(no_wrap=True)
-    for command, what in (
+    steps = [
+        (f"{autoq} report {result.run}", "plots and tables in one HTML file"),
         (f"{autoq} validate {result.recipe_path}", "check on packed bytes"),
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
         (f"{autoq} export {result.run} --to {asked.consumer if asked.consumer != 'none' else 'all'}", "for PTQ tools and engines"),
         (f"{autoq} front {result.run}", "other budgets' cost"),
         (" ".join(another.split()), "another budget"),
-        *(
-            [(" ".join(same.split()), "measure recipes nearby")]
-            if result.trials is None and PAYS[0] < totals.bits < PAYS[1]
-            else []
-        ),
-    ):
-        steps.add_row(command, Text(what, style="dim"))
-    return Group(Text("next", style="bold"), steps)
+    ]
+    if result.trials is None and PAYS[0] < totals.bits < PAYS[1]:
+        steps.append((" ".join(same.split()), "measure recipes nearby"))
+    return steps
 
 
 def command_name() -> str:

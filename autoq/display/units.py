@@ -2,54 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from autoq.display.words import nats, size
 
+MOST_ROWS = 40  # with neighbouring layers together; more are joined over gaps too
+COLUMNS = ("unit", "role", "format", "bits", "predicted KL", "share")
+LEFT_OUT = ((), ("role",), ("role", "share"))  # where a terminal is too narrow for all
 
-def unit_table(units: list[dict[str, Any]], total: float | None) -> RenderableType:
-    """Return units as a table, neighbouring layers of one role and format in one row."""
-    table = Table(title="recipe", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name, justify in (
-        ("unit", "left"),
-        ("role", "left"),
-        ("format", "left"),
-        ("bits", "right"),
-        ("predicted KL", "right"),
-        ("share", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=name != "unit", overflow="fold")  # type: ignore[arg-type]
-    for row in grouped(units):
-        damage = row["predicted_kl"]
-        share = "" if damage is None or total is None else f"{100 * damage / total if total > 0 else 0.0:.1f} %"
-        known = "" if damage is None else nats(damage)
-        table.add_row(row["name"], row["role"], row["format"], f"{row['bits']:.3f}", known, share)
-    return table
+
+class UnitTable:
+    """Units as a table, layers of one part and format in one row; it takes the columns that the terminal has room for."""
+
+    def __init__(self, units: list[dict[str, Any]], total: float | None) -> None:
+        self.rows = [_cells(row, total) for row in grouped(units)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for left_out in LEFT_OUT:
+            names = [name for name in COLUMNS if name not in left_out]
+            widths = [max(len(name), *(len(row[name]) for row in self.rows)) for name in names] if self.rows else []
+            if sum(widths) + 2 * len(widths) <= options.max_width:
+                break
+        table = Table(title="recipe", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+        for name in names:
+            justify: Literal["left", "right"] = "right" if name in COLUMNS[3:] else "left"
+            table.add_column(name, justify=justify, no_wrap=name != "unit", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(row[name] for name in names))
+        yield table
+
+
+def _cells(row: dict[str, Any], total: float | None) -> dict[str, str]:
+    damage = row["predicted_kl"]
+    return {
+        "unit": row["name"], "role": row["role"], "format": row["format"], "bits": f"{row['bits']:.3f}",
+        "predicted KL": "" if damage is None else nats(damage),
+        "share": "" if damage is None or total is None else f"{100 * damage / total if total > 0 else 0.0:.1f} %",
+    }  # fmt: skip
 
 
 def grouped(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join units of consecutive layers that have the same part name and format: "layers 3-17 mlp.down_proj"."""
+    """Join units of layers that have the same part name and format: "layers 3-17 mlp.down_proj".
+
+    Neighbouring layers are joined; where that leaves more than MOST_ROWS rows, all layers are: "layers 0, 3-7 mlp.down_proj".
+    """
     order: dict[str, list[dict[str, Any]]] = {}
     for unit in units:
         order.setdefault(_part_name(unit), []).append(unit)
-    rows: list[dict[str, Any]] = []
+    rows = [_row(part, run) for part, members in order.items() for run in _runs(members)]
+    if len(rows) <= MOST_ROWS:
+        return rows
+    rows = []
     for part, members in order.items():
-        run: list[dict[str, Any]] = []
+        formats: dict[str, list[dict[str, Any]]] = {}
         for unit in members:
-            if run and (
-                unit["format"] != run[-1]["format"]
-                or None in (unit["layer"], run[-1]["layer"])
-                or unit["layer"] != run[-1]["layer"] + 1
-            ):
-                rows.append(_row(part, run))
-                run = []
-            run.append(unit)
-        rows.append(_row(part, run))
+            formats.setdefault(unit["format"], []).append(unit)
+        rows += [_row(part, run) for run in formats.values()]
     return rows
+
+
+def _runs(members: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Divide units of one part into runs of consecutive layers with one format."""
+    runs: list[list[dict[str, Any]]] = []
+    for unit in members:
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and unit["format"] == last["format"]
+            and None not in (unit["layer"], last["layer"])
+            and unit["layer"] == last["layer"] + 1
+        ):
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    return runs
 
 
 def _part_name(unit: dict[str, Any]) -> str:
@@ -59,8 +89,8 @@ def _part_name(unit: dict[str, Any]) -> str:
 
 
 def _row(part: str, run: list[dict[str, Any]]) -> dict[str, Any]:
-    first, last = run[0]["layer"], run[-1]["layer"]
-    where = "" if first is None else f"layer {first} " if first == last else f"layers {first}-{last} "
+    layers = [u["layer"] for u in run if u["layer"] is not None]
+    where = "" if not layers else f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)} "
     values = sum(u["numel"] for u in run)
     return {
         "name": where + part,
@@ -81,7 +111,7 @@ def recipe_view(view: dict[str, Any]) -> RenderableType:
     if view["predicted_kl"] is not None:
         damage = f"predicted KL {nats(view['predicted_kl'])} nats per token"
     damage += ", not measured: `autoq validate` does" if view["measured_kl"] is None else f", measured {nats(view['measured_kl'])}"
-    return Group(Text(head, style="bold"), Text(damage), unit_table(view["units"], view["predicted_kl"]))
+    return Group(Text(head, style="bold"), Text(damage), UnitTable(view["units"], view["predicted_kl"]))
 
 
 def in_few_words(names: list[str]) -> str:
