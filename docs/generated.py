@@ -106,6 +106,7 @@ def schema(_: str) -> str:
     found = json.loads((ROOT / "autoq" / "recipe.schema.json").read_text(encoding="utf-8"))
     lines = jsonschema2md.Parser(show_examples="object", header_level=1).parse_schema(found)
     text = re.sub(r"<a id=\"[^\"]*\"></a>|: Refer to \*\[[^\]]*\]\([^)]*\)\*", lambda m: _reference(m[0]), "".join(lines))
+    text = re.sub(r"^ +(?=- )", lambda m: 2 * m[0], text, flags=re.MULTILINE)  # Python-Markdown nests by four spaces
     return re.sub(r"^#+ (?=Properties|Definitions)", "## ", text, flags=re.MULTILINE)
 
 
@@ -132,3 +133,11 @@ GENERATORS: dict[str, Callable[[str], str]] = {
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers of a page; called by mkdocs."""
     return MARKER.sub(lambda m: GENERATORS[m[1]](m[2] or ""), markdown)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Put plotly.js where the notebooks' figures look for it; called by mkdocs."""
+    import plotly.offline
+
+    path = Path(config["site_dir"]) / "assets" / "plotly.min.js"
+    path.write_text(plotly.offline.get_plotlyjs(), encoding="utf-8")

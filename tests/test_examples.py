@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import plotly.graph_objects
+import plotly.io
 import pytest
 from nbclient import NotebookClient
 
@@ -16,6 +18,7 @@ from autoq.run_folder import RUNS
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.ipynb"))
 ARTIFACTS = Path(os.environ.get("AUTOQ_ARTIFACTS", ROOT / "build")) / "examples"
+SCRIPT = "../../assets/plotly.min.js"  # docs/generated.py puts it there
 PLOTLY, HTML = "application/vnd.plotly.v1+json", "text/html"
 # What a reader has to see: how many figures, and words of tables and prints.
 SHOWN = {
@@ -54,7 +57,7 @@ def test_an_example_is_committed_without_outputs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype+notebook_connected")
+    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype")
     notebook = nbformat.read(path, 4)  # type: ignore[no-untyped-call]
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     figures, expected = SHOWN[path.stem]
@@ -68,13 +71,17 @@ def test_an_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def keep_rendered(notebook: Any, name: str) -> None:
-    """Keep what the documentation shows: without progress bars, which are widgets that no page can draw."""
+    """Keep what the documentation shows: figures with the site's own plotly.js, and no progress bars, which are widgets that no page can draw."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [
                 out for out in cell.outputs
                 if out.get("name") != "stderr" and "application/vnd.jupyter.widget-view+json" not in out.get("data", {})
             ]  # fmt: skip
+            for out in cell.outputs:
+                if PLOTLY in out.get("data", {}):
+                    figure = plotly.graph_objects.Figure(out.data[PLOTLY], skip_invalid=True)
+                    out.data = {HTML: plotly.io.to_html(figure, include_plotlyjs=SCRIPT, full_html=False)}
     ARTIFACTS.mkdir(parents=True, exist_ok=True)
     notebook.metadata.pop("widgets", None)
     nbformat.write(notebook, ARTIFACTS / name)  # type: ignore[no-untyped-call]
