@@ -65,7 +65,7 @@ def test_gptqmodel_saves_and_loads_every_layer_as_asked(bench: Bench, drive: Dri
 
 @pytest.mark.xfail(
     strict=True,
-    reason="AutoRound 0.16 drops layers whose sides are no multiple of 32 unless the general scheme is BF16 (not reported yet)",
+    reason="AutoRound 0.16 drops layers whose sides are no multiple of 32 unless the general scheme is BF16 (seen in intel/auto-round#1211, decided in #911)",
 )
 def test_auto_round_takes_odd_layers_under_its_default_scheme(bench: Bench, drive: Driver, tmp_path: Path) -> None:
     """Why docs/export.md says scheme="BF16": listed layers are left in 16 bit without a word."""
