@@ -20,7 +20,7 @@ LAYERS = [
     {"trials"},
     {"display"},
     {"api"},
-    {"verbs"},
+    {"verbs", "arguments"},
     {"cli", "__main__"},
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -16,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import autoq
-from autoq import api, verbs
+from autoq import api, arguments
 from autoq.config import SearchConfig
 from autoq.display.progress import Silent
 from autoq.recipe import read_recipe
@@ -147,11 +148,11 @@ def test_options_and_defaults_are_those_of_the_command_line() -> None:
     for name, parameter in shown.items():
         if name not in ("text", "progress"):
             assert parameter.default == named[name], name
-    assert set(verbs.SearchOptions.__annotations__) | set(verbs.ProfileOptions.__annotations__) == set(named) - {
+    assert set(arguments.SearchOptions.__annotations__) | set(arguments.ProfileOptions.__annotations__) == set(named) - {
         "model", "eval", "front"
     }  # fmt: skip
     shown = inspect.signature(autoq.profile).parameters
-    assert all(shown[name].default == named[name] for name in verbs.ProfileOptions.__annotations__)
+    assert all(shown[name].default == named[name] for name in arguments.ProfileOptions.__annotations__)
 
 
 def test_a_name_gives_what_the_command_line_gives(demo_search: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +228,16 @@ def test_importing_autoq_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("]")[0] == "["
     assert "True" in done.stdout
+
+
+def test_the_first_verb_turns_tritons_interpreter_on() -> None:
+    """Loading a model imports triton, which chooses between interpreter and GPU when it is imported."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels run natively here")
+    code = "import autoq; autoq.load_model('demo'); import triton; print(bool(triton.knobs.runtime.interpret))"
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
 
 
 def test_every_public_name_is_there() -> None:
