@@ -19,10 +19,12 @@ test: $(VENV)/.installed-dev $(VENV)/oldest/.installed $(VENV)/.browser
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest AUTOQ_EXPECT_TRANSFORMERS=$(OLDEST) $(BIN)/pytest -n 2 --dist loadscope tests/model tests/measure tests/cost tests/test_recipe.py
 
 # The documentation, with the notebooks as the tests ran them.
-docs: $(VENV)/.installed-dev
-	test -f build/examples/quickstart.ipynb || $(BIN)/pytest tests/test_examples.py
-	mkdir -p docs/examples && cp build/examples/*.ipynb docs/examples/
+docs: $(VENV)/.installed-dev $(patsubst examples/%,build/examples/%,$(wildcard examples/*.ipynb))
+	rm -rf docs/examples && mkdir docs/examples && cp build/examples/*.ipynb docs/examples/
 	NO_MKDOCS_2_WARNING=1 PATH=$(abspath $(BIN)):$$PATH $(BIN)/mkdocs build --strict --quiet
+
+build/examples/%.ipynb: examples/%.ipynb
+	$(BIN)/pytest tests/test_examples.py -k 'runs and $*'
 
 # What is exported runs in the tools themselves: each in an environment of its own, for their requirements exclude each other.
 PACKAGES_modelopt := nvidia-modelopt[hf]==0.47.*

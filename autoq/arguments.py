@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+NUMBERS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("budget", "kv_budget"), (str, float, int)), **dict.fromkeys(("memory", "context"), (str, int)), "timeout": (str, float, int),
+    "max_kl": (float, int),
+    **dict.fromkeys(
+        ("samples", "seq_len", "eval_samples", "eval_len", "batch", "correct", "validate", "weak", "trials", "trial_samples", "workers", "seed",
+         "profile_batch"), (int,),
+    ),
+}  # fmt: skip
+KINDS = {str: "text", int: "a whole number", float: "a number"}
 CALIB_IS_GIVEN = "text and calib are both given: text is the tokenizer, the batches or the file to profile"
 
 
@@ -156,6 +165,8 @@ def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any]) -> tuple[S
 
 def _plain(name: str, value: Any) -> Any:
     """Return an option's value as `SearchConfig` has it."""
+    if name in NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
+        raise UserError(f"{name} is {value!r}, but must be {' or '.join(KINDS[kind] for kind in NUMBERS[name])}")
     if name in ("budget", "kv_budget", "memory") and value is not None and not isinstance(value, str):
         return f"{value:g}" if name != "memory" else f"{int(value)}B"
     if name == "context" and isinstance(value, str):
@@ -163,8 +174,12 @@ def _plain(name: str, value: Any) -> Any:
     if name == "timeout" and isinstance(value, str):
         return parse_duration(value)
     if name == "run" and value is not None:
+        if not str(value):
+            raise UserError("run is empty: give a folder, or leave the option out")
         return Path(value)
     if name == "include":
+        if value is None:
+            return ()
         return (value,) if isinstance(value, str) else tuple(value)
     return str(value) if isinstance(value, Path) else value
 

@@ -123,6 +123,8 @@ def quantized(
 
     Raises UserError if the recipe is for another model.
     """
+    if not hasattr(model, "named_parameters"):
+        raise UserError(f"the model is a {type(model).__name__}: load it first, as autoq.load_model({model!r}) does")
     with api.quantized(model, _recipe(recipe), caches) as changed:
         yield changed
 
@@ -197,7 +199,7 @@ def export(
     Args:
         to: modelopt, llm-compressor, compressed-tensors, auto-round, gptqmodel, torchao, transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx;
             or all.
-        out: the folder; by default export/<consumer> beside the recipe's file, else below the working folder.
+        out: the folder; by default export/CONSUMER beside the recipe's file, else below the working folder.
         rounding: "none" refuses what the consumer lacks; "scales" lets it pick its own scales for the same bytes; "up" also takes its next
             better format.
         model: by default the one that the recipe names; its config is enough.
@@ -214,14 +216,14 @@ def export(
 
 
 def import_recipe(
-    path: Path | str, model: str = "demo", kind: str | None = None, out: Path | str = "imported.yaml", *, calib: str | None = None,
+    path: Path | str, model: PreTrainedModel | str = "demo", kind: str | None = None, out: Path | str = "imported.yaml", *, calib: str | None = None,
     context: int | str | None = None, batch: int = 1, progress: bool | Reporter = True,
 ) -> api.Imported:  # fmt: skip
     """Make a recipe of what another tool wrote, to show, price, check and measure it; see `autoq import`.
 
     Args:
         path: a recipe, a config.json, a GGUF file, or a checkpoint folder.
-        model: the 16-bit model it is for.
+        model: the 16-bit model it is for, loaded or a name.
         kind: the file's format; by default by its looks.
         out: the recipe to write; nothing may be there yet.
         calib: text on which caches with static scales are calibrated.
@@ -244,14 +246,15 @@ def check(
 
 
 def retrieval(
-    recipe: Path | str | api.SearchResult, model: str | None = None, *, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
+    recipe: Path | str | api.SearchResult, model: PreTrainedModel | str | None = None, text: PreTrainedTokenizerBase | None = None, *, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
     samples: int = 4, seed: int = SearchConfig.seed, progress: bool | Reporter = True,
 ) -> api.Retrieval:  # fmt: skip
     """Plant facts in generated text, and see whether the quantized model finds them as the original does.
 
     Args:
         recipe: a recipe file, a run folder or a search's result.
-        model: where the model is; by default the one that the recipe names.
+        model: loaded, or where it is; by default the one that the recipe names.
+        text: its tokenizer, where the model does not say where it was loaded from.
         lengths: tokens of a prompt.
         depths: where the fact stands, 0 to 1.
         samples: prompts for every kind, length and depth.
@@ -259,8 +262,12 @@ def retrieval(
         progress: bars, or an object that takes them.
     """
     path = recipe.recipe_path if isinstance(recipe, api.SearchResult) else api.find_recipe(Path(recipe))
+    if isinstance(recipe, api.SearchResult):
+        model, text = model or recipe.plan.given.model, text or recipe.plan.given.tokenizer
     with python_words():
-        return api.retrieval(path, model, lengths, depths, samples, seed, reporter_of(progress))
+        given = Given(None if model is None or isinstance(model, str) else model, text)
+        name = model if isinstance(model, str) else None
+        return api.retrieval(path, name, lengths, depths, samples, seed, reporter_of(progress), given)
 
 
 def report(result: api.HasFindings | Path | str, out: Path | str | None = None, model: PreTrainedModel | str | None = None) -> Path:

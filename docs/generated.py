@@ -35,7 +35,7 @@ def command(name: str) -> str:
         lines += ["| argument | what |", "|---|---|", *(f"| `{p.name.upper()}` | {_text(p)} |" for p in arguments), ""]
     lines += ["| option | default | what |", "|---|---|---|"]
     for p in options:
-        shown = "" if p.default in (None, False, ...) or callable(p.default) else f"`{p.default}`"
+        shown = "" if p.default is None or p.default is False or p.default is ... or callable(p.default) else f"`{p.default}`"
         if getattr(p, "required", False):
             shown = "required"
         lines.append(f"| {', '.join(f'`{o}`' for o in p.opts)} | {shown} | {_text(p)} |")
@@ -66,14 +66,14 @@ def consumer(name: str) -> str:
         "one": "one format for K and V of all layers",
         "one and skipped": "one format for K and V, and layers that stay in 16 bit",
         "two": "one format for all keys and one for all values",
-        "none": "no cache formats: the cache stays as the engine has it",
     }
     weights, caches = (
         "every one" if names is None else ", ".join(f"`{n}`" for n in names) or "none" for names in (found.weights, found.caches)
     )
+    mixed = "the cache stays as the engine has it" if found.caches == () else mixing[found.mixing]
     lines = [
         f"`autoq export --to {name}` writes {found.what}.", "", "| | |", "|---|---|", f"| weight formats it computes | {weights} |",
-        f"| cache formats | {caches} |", f"| how caches mix | {mixing.get(found.mixing, found.mixing)} |", "",
+        f"| cache formats | {caches} |", f"| how caches mix | {mixed} |", "",
         "```console", f"$ autoq search --budget 4.5bits --consumer {name} --run runs/mine", f"$ autoq export runs/mine --to {name}", "```", "",
         f"`--consumer {name}` searches only what it computes, so that the export loses nothing. A recipe that was searched freely is refused where",
         "something would be lost, until you allow it with `--round scales` or `--round up`.",
@@ -106,13 +106,14 @@ def schema(_: str) -> str:
     found = json.loads((ROOT / "autoq" / "recipe.schema.json").read_text(encoding="utf-8"))
     lines = jsonschema2md.Parser(show_examples="object", header_level=1).parse_schema(found)
     text = re.sub(r"<a id=\"[^\"]*\"></a>|: Refer to \*\[[^\]]*\]\([^)]*\)\*", lambda m: _reference(m[0]), "".join(lines))
+    text = re.sub(r"^( *- ): ", r"\1", text, flags=re.MULTILINE)
     text = re.sub(r"^ +(?=- )", lambda m: 2 * m[0], text, flags=re.MULTILINE)  # Python-Markdown nests by four spaces
     return re.sub(r"^#+ (?=Properties|Definitions)", "## ", text, flags=re.MULTILINE)
 
 
 def _reference(text: str) -> str:
     found = re.search(r"\[#/\$defs/(\w+)\]", text)
-    return f": see *{found[1]}* below" if found else ""
+    return f": {found[1]}, below" if found else ""
 
 
 def readme(name: str) -> str:
@@ -141,3 +142,7 @@ def on_post_build(config: Any, **_: Any) -> None:
 
     path = Path(config["site_dir"]) / "assets" / "plotly.min.js"
     path.write_text(plotly.offline.get_plotlyjs(), encoding="utf-8")
+    for page in sorted(ROOT.glob("examples/*.ipynb")):
+        shown = (Path(config["site_dir"]) / "examples" / page.stem / "index.html").read_text(encoding="utf-8")
+        if 'class="autoq"' not in shown:
+            raise RuntimeError(f"{page.name} has no outputs in the site: run the examples first, as `make docs` does")

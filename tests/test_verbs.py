@@ -110,11 +110,26 @@ def test_a_loaded_model_is_profiled_searched_and_applied_and_left_as_it_was(worn
     assert state(worn) == before
 
 
-@pytest.mark.parametrize("stage", ["profiling", "checking uniform formats", "measuring the recipe", "measuring uniform formats"])
+STAGES = ["profiling", "checking uniform formats", "measuring trials", "confirming the best recipes", "measuring uniform formats",
+          "packing weights", "running on packed bytes"]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_leaves_the_model_as_it_was(stage: str, worn: PreTrainedModel, here: Path) -> None:
     before = state(worn)
     with pytest.raises(KeyboardInterrupt):
-        autoq.search(worn, BATCHES, budget="4.5bits", progress=Interrupting(stage), **QUICK)
+        autoq.search(worn, BATCHES, budget="4.5bits", trials=2, validate=1, progress=Interrupting(stage), **QUICK)
+    assert state(worn) == before
+
+
+def test_interrupts_of_what_follows_a_search(worn: PreTrainedModel, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = autoq.search(worn, BATCHES, budget="4.5bits", **QUICK)
+    before = state(worn)
+    with pytest.raises(KeyboardInterrupt):
+        autoq.validate(result, sample=1, progress=Interrupting("running on packed bytes"))
+    assert state(worn) == before
+    with pytest.raises(KeyboardInterrupt):
+        autoq.search_front(worn, BATCHES, run=result.run, trials=2, progress=Interrupting("measuring the front"), **QUICK)
     assert state(worn) == before
 
 
@@ -209,6 +224,38 @@ def test_mistakes_are_one_sentence_in_python_words(
         autoq.search(llama, **arguments)
     assert says in str(error.value)
     assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"samples": "x"}, "samples is 'x', but must be a whole number"),
+        ({"budget": True}, "budget is True, but must be text or a number or a whole number"),
+        ({"run": ""}, "run is empty"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(autoq.UserError) as error:
+        autoq.search("demo", **{"budget": 4, **option})
+    assert says in str(error.value)
+
+
+def test_what_follows_a_search_takes_a_loaded_model_too(
+    demo_search: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path(demo_search["cwd"], "run")
+    model, tokenizer = autoq.load_model("demo", dtype="float32")
+    before = state(model)
+    found = autoq.retrieval(run, model, tokenizer, lengths=[96], depths=[0.5], samples=1)
+    assert found.rows
+    autoq.export(run, "mlx", out="out", rounding="up")
+    imported = autoq.import_recipe("out/config.json", model, out="back.yaml")
+    assert imported.recipe.model.id == "demo"
+    assert autoq.check(run, model).problems == ()
+    assert state(model) == before
+    with pytest.raises(autoq.UserError, match="load it first"), autoq.quantized("demo", run):
+        pass
 
 
 def test_a_model_of_no_kind_is_named() -> None:

@@ -33,10 +33,17 @@ class ExportReport:
     """What an export wrote, and what it could not say.
 
     Attributes:
-        files: what was written, none where it was refused. refused: why, in one sentence.
-        losses: every difference between the recipe and what the consumer has. notes: what holds for all recipes.
-        bits, bits_whole_model, kv_bits: of what was really exported, counted as the consumer stores it.
-        recipe_bits, recipe_kv_bits: of the recipe.
+        consumer: its name.
+        what: what is written for it, in words.
+        files: what was written, none where it was refused.
+        refused: why, in one sentence, or None.
+        losses: every difference between the recipe and what the consumer has.
+        notes: what holds for all recipes.
+        bits: per weight of what was really exported, counted as the consumer stores it.
+        bits_whole_model: the same over all parameters.
+        kv_bits: per cached value.
+        recipe_bits: per weight of the recipe.
+        recipe_kv_bits: per cached value of the recipe.
     """
 
     consumer: str

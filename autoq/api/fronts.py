@@ -39,7 +39,14 @@ class MeasuredPoint:
     """A recipe of the front that was measured on the untouched text.
 
     Attributes:
-        label: "weights 4bits", "cache 4.5bits", "trial 7". stderr: over windows. recipe: its file, or None.
+        label: "weights 4bits", "cache 4.5bits", "trial 7".
+        bits: per searched weight.
+        kv_bits: per cached value.
+        total_bytes: of all weights and the cache.
+        predicted_kl: nats per token.
+        measured_kl: nats per token.
+        stderr: of measured_kl, over windows.
+        recipe: its file, or None.
     """
 
     label: str
@@ -60,7 +67,13 @@ class FrontResult:
     """The fronts of a run: weights and caches apart, and both together in bytes; and what of them was measured.
 
     Attributes:
+        run: the run folder.
+        weights: the least predicted damage by bits per weight.
+        kv: the same by bits per cached value.
+        total: the same by bytes of both together.
         context: tokens at which the cache is counted.
+        measured: points that were measured, by bytes.
+        trials: of a study with several objectives, or None.
     """
 
     run: Path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
 from autoq.api.entries import provenance, recipe_of
@@ -20,9 +20,13 @@ from autoq.formats.format import Format, KVFormat
 from autoq.measure.calibrate import calibrate
 from autoq.model import load
 from autoq.model.cache_units import unsearchable
+from autoq.model.given import borrowed, dtype_of, shapes_of
 from autoq.model.text import STDLIB, sequences, text_sources
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,10 @@ class Imported:
     """A recipe made of another tool's file.
 
     Attributes:
-        kind: the file's format. path: where the recipe was written. notes: what the file asks for that a recipe does not say.
+        recipe: without any KL yet.
+        kind: the file's format.
+        path: where the recipe was written.
+        notes: what the file asks for that a recipe does not say.
     """
 
     recipe: recipes.Recipe
@@ -51,7 +58,7 @@ class Imported:
 
 def import_recipe(
     path: Path | str,
-    model: str,
+    model: PreTrainedModel | str,
     kind: str | None = None,
     out: Path | str = "recipe.yaml",
     calib: str | None = None,
@@ -68,35 +75,37 @@ def import_recipe(
 
     Raises UserError for names that the model does not have, formats that autoq has no word for, and tied tensors that differ.
     """
-    clock, config = Clock(reporter or Silent()), SearchConfig(model=model, calib=calib, batch=batch)
+    clock, config = Clock(reporter or Silent()), SearchConfig(calib=calib, batch=batch)
     target = Path(out)
     if target.is_dir():
         raise UserError(f"--out {str(target)!r} is a folder: give a file such as recipe.yaml")
     if target.exists() or target.is_symlink():
         raise UserError(f"--out {str(target)!r} is there already: give another file")
     profile_text, _ = text_sources(calib, None)
-    source = load.model_source(model)
-    model_config = load.load_config(source)
-    empty = load.empty_model(model_config)
+    source, model_config, empty = shapes_of(model)
     units = find_units(empty)
-    kind, found = read(Path(path), kind, bare_subject(empty, units, model))
+    kind, found = read(Path(path), kind, bare_subject(empty, units, source.name))
     if any(name.endswith("lm_head") for name in found.weights):
         units = find_units(empty, ("lm_head",))
     if unsearchable(empty):
         units = replace(units, units=units.weights)
-    weights, caches = _by_unit(found, bare_subject(empty, units, model), units)
+    weights, caches = _by_unit(found, bare_subject(empty, units, source.name), units)
     tokens = context_of(model_config.get_text_config(decoder=True), context)
     device = load.pick_device(config.device)
     dtype = load.dtype_name(config.dtype, device)
-    with clock.stage("load", "loading the model"):
-        loaded = load.load_model(source, device, dtype)
+    if isinstance(model, str):
+        with clock.stage("load", "loading the model"):
+            loaded = load.load_model(source, device, dtype)
+    else:
+        loaded, device, dtype = model, str(model.device), dtype_of(model)
     calibration: dict[str, Calibration] = {}
     if any(f.calibration == "absmax" or f.center for f in caches.values()):
         with clock.stage("calibrate", "calibrating the cache"):
-            ids = sequences(load.load_tokenizer(source), profile_text, config.samples, config.seq_len)
-            calibration = calibrate(loaded, units, ids)
+            ids = sequences(load.load_tokenizer(load.model_source(source.name)), profile_text, config.samples, config.seq_len)
+            with borrowed(None if isinstance(model, str) else model):
+                calibration = calibrate(loaded, units, ids)
     origin = provenance(config.seed, f"imported from {kind}", calib or STDLIB, 0, 0, dtype, device)
-    recipe = recipe_of(model, loaded, units, weights, caches, calibration, origin, tokens, batch)
+    recipe = recipe_of(source.name, loaded, units, weights, caches, calibration, origin, tokens, batch)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

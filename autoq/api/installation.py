@@ -53,9 +53,20 @@ class Installation:
     """What `autoq doctor` found.
 
     Attributes:
-        device: "cpu" or the GPU's name. memory: bytes that are free on it. dtype: that "auto" computes in. native: formats whose products or
-            caches the device computes in as they are; all others are decoded first. decoded: why, by format. kernels_on: where kernels run.
-        tools: consumer -> version, of those found in this environment. problems: what keeps autoq from working.
+        autoq: its version.
+        python: its version.
+        machine: system, processor and cores.
+        packages: what autoq needs, and what is there.
+        device: "cpu" or the GPU's name.
+        capability: the GPU's compute capability, or None.
+        memory: bytes that are free on the device.
+        dtype: that "auto" computes in.
+        native: formats whose products or caches the device computes in as they are; all others are decoded first.
+        decoded: why, by format.
+        kernels_on: where kernels run.
+        kernels: each compiled for this machine, run, and compared with its reference.
+        tools: consumer -> version, of those found in this environment.
+        problems: what keeps autoq from working.
     """
 
     autoq: str

@@ -55,7 +55,10 @@ class ProfileResult:
     """What every format costs every unit, in nats of KL per token; any budget can be searched from it.
 
     Attributes:
-        run: the folder that holds it: `search(run=...)` goes on from there. seconds: by stage.
+        plan: the model's units, the candidate formats, the options.
+        profile: the samples behind the damage.
+        run: the folder that holds it: `search(run=...)` goes on from there.
+        seconds: by stage.
     """
 
     plan: Plan

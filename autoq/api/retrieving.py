@@ -13,6 +13,7 @@ from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.measure.retrieval import RetrievalRow, make_prompts, retrieve
 from autoq.model import load
+from autoq.model.given import Given, borrowed
 from autoq.recipe import read_recipe
 
 
@@ -31,7 +32,7 @@ class Retrieval:
 
 def retrieval(
     path: Path, model: str | None = None, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
-    samples: int = 4, seed: int = 0, reporter: Reporter | None = None,
+    samples: int = 4, seed: int = 0, reporter: Reporter | None = None, given: Given | None = None,
 ) -> Retrieval:  # fmt: skip
     """Read generated prompts of these lengths (tokens), with a fact at these depths (0 to 1), with the original and the recipe.
 
@@ -39,13 +40,14 @@ def retrieval(
     """
     if samples < 1:
         raise UserError(f"--samples is {samples}, but must be at least 1")
-    clock = Clock(reporter or Silent())
+    clock, given = Clock(reporter or Silent()), given or Given()
     recipe = read_recipe(path)
     with clock.stage("load", "loading the model"):
-        loaded, units, source = load_for(recipe, model)
+        loaded, units, source = load_for(recipe, given.model or model)
+        tokenizer = given.tokenizer or load.load_tokenizer(load.model_source(source.name))
         for length in lengths:
             context_of(loaded.config.get_text_config(decoder=True), length)
-        prompts = make_prompts(load.load_tokenizer(source), lengths, depths, samples, seed)
-    with clock.stage("read", "reading prompts") as progress:
+        prompts = make_prompts(tokenizer, lengths, depths, samples, seed)
+    with borrowed(given.model), clock.stage("read", "reading prompts") as progress:
         rows = retrieve(loaded, units, recipe_assignment(recipe, units), prompts, progress)
     return Retrieval(path, tuple(rows), clock.seconds)

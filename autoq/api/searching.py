@@ -53,9 +53,23 @@ class SearchResult:
     """A recipe, what was measured, and the front around it.
 
     Attributes:
-        weight_front, kv_front: the least predicted damage around the chosen bits of either side. confirmed: everything that was measured on
-            the untouched text. exchanges: with a budget for everything: what more memory for "weights" and "cache" would save.
-        free_kl: what was predicted without the engine's limits on mixing, or None where there are none. trials: what came of them, or None.
+        recipe: the one that measured least.
+        recipe_path: its file.
+        run: the run folder.
+        plan: the model's units, the candidate formats, the options and budgets.
+        profile: the samples behind the prediction.
+        prices: the corrected damage of every unit and format, in nats per token.
+        divergence: what the recipe measured, token by token.
+        noise_floor: KL of a change that means nothing.
+        confirmed: everything that was measured on the untouched text.
+        weight_front: the least predicted damage around the chosen bits per weight.
+        kv_front: the same of the cache.
+        seconds: by stage.
+        warnings: in words.
+        exchanges: with a budget for everything, what more memory for "weights" and "cache" would save.
+        free_kl: what was predicted without the engine's limits on mixing, or None where there are none.
+        trials: what came of them, or None.
+        validation: on packed bytes, or None.
     """
 
     recipe: Recipe

@@ -88,8 +88,10 @@ def run_trials(done: Profiled, table: DamageTable, clock: Clock) -> TrialsReport
         clock.reporter.say(f"trial {number} was lost with its process, and is run again")
     queue_trials(study, question, config.trials)
     known = len(finished(study))
-    if known:
-        clock.reporter.say(f"the study {name} has {known} trials already")
+    has = f", which has {known} trials already" if known else ""
+    clock.reporter.say(
+        f"the study is {name}{has}: `autoq worker --run {run} --study {name}{' --storage URL' if config.storage else ''}` joins it"
+    )
     yardstick = Yardstick(done.model, plan.units, done.trial_ids)
     objective = make_objective(question, yardstick, plan, done.profile.calibration, config.seed, config.workers)
     deadline = None if config.timeout is None else time.monotonic() + config.timeout

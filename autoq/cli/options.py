@@ -60,9 +60,12 @@ Run = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on in --run, or in this model's newest run.")]
-Include = Annotated[list[str] | None, typer.Option(help="Search this too: lm_head.", show_default=False)]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(help="Search this too: lm_head.", show_default=False, autocompletion=completion.among(["lm_head"])),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the drawn labels.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...", autocompletion=completion.among(["auto", "cpu", "cuda"]))]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", autocompletion=completion.among(completion.DTYPES))]
 ProfileBatch = Annotated[int, typer.Option(help="Sequences scored together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]

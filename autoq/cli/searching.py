@@ -190,7 +190,9 @@ def search(
     "autoq worker --run copy-of-run --study demo-1a2b3c4d --storage postgresql://user@host/trials --device cuda:1"
 )
 def worker(
-    run: Annotated[Path, typer.Option("--run", help="The run folder of the search that began the study, or a copy.")],
+    run: Annotated[
+        Path, typer.Option("--run", help="The run folder of the search that began the study, or a copy.", autocompletion=runs)
+    ],
     study: Annotated[str, typer.Option(help="Name of the study; `autoq search --trials` prints it.")],
     storage: Storage = None,
     model: Annotated[

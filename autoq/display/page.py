@@ -22,6 +22,7 @@ from autoq.display.words import answer, nats, size
 from autoq.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("page.html")
+MOST_CHARACTERS = 3_000  # of a file that a consumer would get
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ class Serving:
     refused: str | None
     command: str
     files: dict[str, str]
+
+    def beginnings(self) -> dict[str, str]:
+        """Return the files for a reader: long ones to their first lines, so that the page stays small whatever the model."""
+        return {
+            name: text
+            if len(text) <= MOST_CHARACTERS
+            else f"{text[:MOST_CHARACTERS]}\n... {len(text) - MOST_CHARACTERS:,} more characters"
+            for name, text in self.files.items()
+        }
 
 
 def page(found: Findings, serving: Sequence[Serving], serving_note: str = "") -> str:
@@ -103,7 +113,7 @@ def _figures(found: Findings) -> list[tuple[str, Markup]]:
 def _div(name: str, figure: go.Figure) -> Markup:
     data = json.dumps(json.loads(figure.to_json())).replace("</", "<\\/")
     return Markup(
-        f'<div class="figure" id="{name}"></div><script>draw("{name}", {data});</script>'  # names are ours, data is JSON
+        f'<div class="figure"><div class="plot" id="{name}"></div></div><script>draw("{name}", {data});</script>'  # names are ours, data is JSON
     )
 
 

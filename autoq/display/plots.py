@@ -75,7 +75,7 @@ def sensitivity(result: HasDamage | HasFindings, fmt: str | None = None) -> go.F
         ]
     )
     figure.update_yaxes(autorange="reversed")
-    return _styled(figure, "Damage of one format by layer and role", "layer", "", menu=True)
+    return _styled(figure, "Damage by layer and role, one format", "layer", "", menu=True)
 
 
 def damage(result: HasFindings, side: str | None = None) -> go.Figure:
@@ -108,7 +108,7 @@ def damage(result: HasFindings, side: str | None = None) -> go.Figure:
         marker={"color": ACCENT, "size": 11, "symbol": "diamond"}, hovertemplate="this recipe: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
     )  # fmt: skip
     what = "bits per weight" if asked == "weights" else "bits per cached value"
-    return _styled(figure, f"Damage against {what}", what, KL_AXIS, log_y=True)
+    return _styled(figure, f"Damage by {what}", what, KL_AXIS, log_y=True)
 
 
 def front(result: FrontResult) -> go.Figure:
@@ -231,7 +231,7 @@ def memory(result: HasFindings) -> go.Figure:
     figure.update_xaxes(type="log", tickvals=contexts[:: max(1, len(contexts) // 7)], tickformat=",")
     batch = found.recipe.budget.batch
     many = "" if batch == 1 else f" of {batch} sequences"
-    return _styled(figure, f"Weights and cache{many} over context length", "tokens of context", name)
+    return _styled(figure, f"Memory by context{many}", "tokens of context", name)
 
 
 def history(result: HasFindings) -> go.Figure:
@@ -265,7 +265,7 @@ def _front_line(figure: go.Figure, points: Sequence[Mapping[str, Any]], name: st
         ::-1
     ]
     figure.add_scatter(
-        x=x + x[::-1], y=band, fill="toself", mode="none", fillcolor=_tint(colour), name=f"{name}: standard error", hoverinfo="skip"
+        x=x + x[::-1], y=band, fill="toself", mode="none", fillcolor=_tint(colour), name="its standard error", hoverinfo="skip"
     )
     figure.add_scatter(
         x=x, y=y, mode="lines+markers", name=name, line={"color": colour}, marker={"size": 4}, customdata=errors,
@@ -294,7 +294,7 @@ def _unit(largest: float) -> tuple[int, str]:
 
 def _styled(figure: go.Figure, title: str, x: str, y: str, log_y: bool = False, menu: bool = False) -> go.Figure:
     figure.update_layout(
-        template="none", title={"text": title, "x": 0, "xref": "paper", "font": {"size": 14}}, paper_bgcolor="rgba(0,0,0,0)",
+        template="none", title={"text": title, "x": 0.02, "xref": "container", "font": {"size": 14}}, paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)", font={"color": POINT, "family": "system-ui, sans-serif", "size": 12}, height=380,
         margin={"l": 70, "r": 20, "t": 92 if menu else 48, "b": 90}, legend={"orientation": "h", "y": -0.32}, hoverlabel={"font": {"size": 12}},
     )  # fmt: skip

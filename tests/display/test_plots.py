@@ -13,7 +13,7 @@ import autoq
 from autoq.display import plots
 from autoq.display.damage_map import DamageMap
 from autoq.display.findings import Findings
-from autoq.display.html import heat_map
+from autoq.display.html import heat_map, search_html
 
 
 @pytest.fixture
@@ -118,6 +118,28 @@ def test_notebook_html_shows_every_unit_and_is_whole(found: Findings, demo_searc
     assert f"{front.weights[0].bits:.3f}" in front._repr_html_()
     parsed(front._repr_html_())
     assert front.plot().data
+
+
+def test_a_search_shows_the_answer_the_table_and_the_front(found: Findings) -> None:
+    html = search_html(found)
+    parsed(html)
+    facts = found.facts
+    assert f"{found.recipe.totals.bits:.4g} bits per weight" in html
+    assert all(row["recipe"] in html for row in facts["confirmed"])
+    assert html.count("<circle") == len(facts["uniform"]) + 1
+    (line,) = re.findall(r'<polyline points="([^"]+)"', html)
+    assert len(line.split()) == len(facts["front"])
+    heights = [float(point.split(",")[1]) for point in line.split()]
+    assert heights == sorted(heights)  # less damage, further down
+
+
+def test_a_profile_shows_every_unit_and_format(found: Findings) -> None:
+    profile = autoq.profile("demo", run="run", samples=6, seq_len=64, dtype="float32")
+    html = profile._repr_html_()
+    cells = sum(len(formats) for formats in profile.damage.values())
+    assert len(re.findall(r"<td class=d\d title=", html)) == cells
+    assert parsed(html).cells >= cells
+    assert profile.plot().data
 
 
 def test_text_takes_the_pages_own_colour(found: Findings) -> None:
