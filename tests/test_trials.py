@@ -280,7 +280,7 @@ def test_the_tables_say_how_the_trials_ended_and_what_mattered(copied: tuple[Pat
         "confirmed on untouched text",
         f"{found['chosen']} is the result",
         f"what mattered (PED-ANOVA): {parameter} {100 * share:.0f} %",
-        "run/trials.journal every trial; optuna-dashboard opens it",
+        "run/trials.journal # every trial; optuna-dashboard opens it",
     ):
         assert expected in shown, expected
     pointed = run_autoq(*ASKED, cwd=folder)
