@@ -208,10 +208,15 @@ def _check_texts(config: dict[str, Any], loaded: Any, tokenizer: Any, ids: Any, 
 
 def _tokenizer_of(loaded: Any) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a loaded model from where the model came from; raises UserError if there is none."""
+    name = name_of(loaded)
+    if name == type(loaded).__name__:  # nothing that a hub should be asked for
+        raise UserError("the model does not say where it was loaded from: give its tokenizer, or batches of token ids")
     try:
-        return load.load_tokenizer(load.model_source(name_of(loaded)))
-    except UserError:
-        raise UserError("the model does not say where it was loaded from: give its tokenizer, or batches of token ids") from None
+        return load.load_tokenizer(load.model_source(name))
+    except UserError as error:
+        raise UserError(
+            f"the model was loaded from {name!r}, and its tokenizer is not there: give it, or batches of token ids ({error})"
+        ) from error
 
 
 def is_tokenizer(text: Any) -> bool:
