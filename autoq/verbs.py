@@ -174,7 +174,7 @@ def validate(
     """
     if isinstance(recipe, api.SearchResult):
         given = recipe.plan.given
-        model, path = model or given.model, recipe.recipe_path
+        model, path = model or given.model, _file_of(recipe)
         text = text if text is not None else given.eval_ids if given.eval_ids is not None else given.tokenizer
     elif isinstance(recipe, recipes.Recipe):
         raise UserError(
@@ -207,9 +207,10 @@ def export(
     Raises ExportRefusedError, with a `report` of every loss, where something would be lost that `rounding` does not allow.
     """
     with python_words():
-        its = recipe.recipe_path if isinstance(recipe, api.SearchResult) else recipe
-        if isinstance(recipe, api.SearchResult):
-            model = model or recipe.plan.given.model
+        if isinstance(recipe, api.SearchResult):  # its own recipe, whatever the run folder holds by now
+            folder = recipe.run / "export" if to == api.ALL else recipe.run / "export" / to
+            return recipe.recipe.export(to, out or folder, rounding, model or recipe.plan.given.model)
+        its = recipe
         if not isinstance(its, recipes.Recipe):
             its = api.find_recipe(Path(its))
         return api.export_all(its, out, rounding, model) if to == api.ALL else api.export(its, to, out, rounding, model)
@@ -261,7 +262,7 @@ def retrieval(
         seed: of the generated text.
         progress: bars, or an object that takes them.
     """
-    path = recipe.recipe_path if isinstance(recipe, api.SearchResult) else api.find_recipe(Path(recipe))
+    path = _file_of(recipe) if isinstance(recipe, api.SearchResult) else api.find_recipe(Path(recipe))
     if isinstance(recipe, api.SearchResult):
         model, text = model or recipe.plan.given.model, text or recipe.plan.given.tokenizer
     with python_words():
@@ -282,6 +283,13 @@ def report(result: api.HasFindings | Path | str, out: Path | str | None = None, 
         if isinstance(result, api.SearchResult):
             model = model or result.plan.given.model
         return api.report(result, out, model)
+
+
+def _file_of(result: api.SearchResult) -> Path:
+    """Return the file of a search's recipe; raises UserError if another search has put its own there."""
+    if api.read_recipe(result.recipe_path).weights != result.recipe.weights:
+        raise UserError(f"{str(result.recipe_path)!r} holds the recipe of a later search: name the file that this one was kept in")
+    return result.recipe_path
 
 
 def _recipe(recipe: recipes.Recipe | api.SearchResult | Path | str) -> recipes.Recipe:

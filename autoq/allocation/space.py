@@ -95,6 +95,8 @@ def _check_own(fmt: Format | KVFormat, path: Path) -> None:
         raise UserError(
             f"{where}: the rule {values.rule} does not go with {element.name}, choose {', '.join(scales[values.scale])}"
         )
+    if values.tensor_scale and values.scale != "e4m3":
+        raise UserError(f"{where}: a tensor scale goes with e4m3 scales, not {values.scale}: leave tensor_scale out")
     if values.block not in OWN_BLOCKS:
         raise UserError(f"{where}: a block of {values.block} is not supported, choose {', '.join(map(str, OWN_BLOCKS))}")
 

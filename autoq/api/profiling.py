@@ -15,6 +15,8 @@ from autoq.display.damage_map import DamageMap
 from autoq.display.html import profile_html
 from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import AutoqError, UserError
+from autoq.formats.catalog import is_own
+from autoq.formats.format import Format, KVFormat
 from autoq.measure.damage import check_finite
 from autoq.measure.estimate import DamageTable, damage_table
 from autoq.measure.profile import FILE, Fingerprint, Profile, existing, make_profile, model_fingerprint, text_fingerprint
@@ -23,6 +25,7 @@ from autoq.model.given import Given, borrowed
 from autoq.model.text import GIVEN, STDLIB, own_bos, sequences, text_sources
 from autoq.model.units import find_units
 from autoq.process_memory import peak_bytes
+from autoq.recipe_formats import describe
 from autoq.run_folder import RunFolder, make_folder
 
 if TYPE_CHECKING:
@@ -142,6 +145,7 @@ def profile_plan(plan: Plan, clock: Clock) -> Profiled:
         load.dtype_name(config.dtype, config.device), config.include,
     )  # fmt: skip
     existing(run.path, fingerprint)
+    _check_own_formats(plan)
     make_folder(run.path)
     run.describe(_description(plan))
     with clock.stage("profile", "profiling") as progress:
@@ -201,6 +205,27 @@ def measure_text(plan: Plan) -> str:
     return plan.config.eval or profile_text(plan)
 
 
+def _own_formats(plan: Plan) -> dict[str, Any]:
+    """Return the formats that the search space defines itself, written out."""
+    candidates: list[Format | KVFormat] = [*plan.candidates.weights, *plan.candidates.keys, *plan.candidates.values]
+    return {f"{type(f).__name__}/{f.name}": describe(f).model_dump() for f in candidates if is_own(f)}
+
+
+def _check_own_formats(plan: Plan) -> None:
+    """Raise UserError where a name stood for another format when the run folder's profile was made."""
+    if not (plan.run.path / FILE).is_file():
+        return
+    try:
+        known = plan.run.description().get("own_formats") or {}
+    except UserError:  # a profile without run.json
+        return
+    for name, entry in _own_formats(plan).items():
+        if known.get(name, entry) != entry:
+            raise UserError(
+                f"the profile in {str(plan.run.path)!r} knows another format {name.split('/')[1]!r}: give yours another name, or choose another --run"
+            )
+
+
 def _description(plan: Plan) -> dict[str, Any]:
     config = plan.config
     return {
@@ -218,4 +243,5 @@ def _description(plan: Plan) -> dict[str, Any]:
         "correct": config.correct,
         "weak": config.weak,
         "version": __version__,
+        "own_formats": _own_formats(plan),
     }

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
+
 from autoq.api.exporting import previews
 from autoq.api.recipe import read_recipe
 from autoq.display.exports import summary
@@ -57,9 +59,15 @@ def report(result: HasFindings | Path | str, out: Path | str | None = None, mode
     path = found.run / REPORT if out is None else Path(out)
     if path.is_dir():
         raise UserError(f"--out {str(path)!r} is a folder: give a file such as report.html")
+    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {str(path)!r} is there already and is no HTML file: give another name")
     serving, note = _serving(found, model)
+    try:
+        text = page(found, serving, note)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, jinja2.UndefinedError) as error:
+        raise UserError(f"{str(found.run / RESULT)!r} is damaged ({type(error).__name__}: {error}): search there again") from error
     make_folder(path.parent, "--out")
-    write_atomically(path, page(found, serving, note))
+    write_atomically(path, text)
     return path
 
 

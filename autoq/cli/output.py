@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def stdout() -> Console:
     """Return where results are printed."""
     console = Console()
+    if console.width < 1:  # COLUMNS=0
+        console = Console(width=80)
     return console if console.is_terminal else Console(width=max(console.width, 110))
 
 

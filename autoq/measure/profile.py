@@ -157,7 +157,7 @@ class Profile:
             samples={u: dict(zip(f, rows[u], strict=True)) if f else {} for u, f in meta["formats"].items()},
             relative_error={u: {f: float(e) for f, e in by.items()} for u, by in meta["relative_error"].items()},
             statistics={
-                u: CacheStatistics(rows[STATISTICS + u], int(s["tokens"]), float(s["rotated"]))
+                u: CacheStatistics(rows.get(STATISTICS + u), int(s["tokens"]), float(s["rotated"]))
                 for u, s in meta["statistics"].items()
             },
             squared_norm={u: float(v) for u, v in meta["squared_norm"].items()},

@@ -62,6 +62,7 @@ def test_what_can_be_defined_is_the_same_in_kernel_and_reference(
         ("{element: E2M1, block: 32, scale: none, rule: absmax}", "take a scale in e8m0 or e4m3, not none"),
         ("{element: INT6, blok: 32, scale: fp16, rule: absmax}", "formats.mine.block: Field required"),
         ("{element: BF16, block: null, scale: none, rule: absmax}", "give an element such as INT6"),
+        ("{element: INT6, block: 32, scale: fp16, rule: absmax, tensor_scale: true}", "a tensor scale goes with e4m3 scales"),
         ("[1]", "must map names to element, block, scale and rule"),
     ],
 )
@@ -107,3 +108,46 @@ def test_a_search_with_a_format_of_its_own(tmp_path: Path, demo_search: dict[str
     assert "own_formats" in question.read_text()
     assert weight_format("searched_g64") in QuestionFile.read(question).candidates.weights
     assert autoq.validate(result, sample=2).entry.passed
+
+
+def test_a_space_of_weights_alone_is_searched_again(tmp_path: Path) -> None:
+    """Nothing is known of caches then, and the profile opens all the same."""
+    import autoq
+
+    path = tmp_path / "space.yaml"
+    path.write_text("weights: [int8, int4_g64]\n")
+    options: dict[str, Any] = {
+        "space": path,
+        "samples": 2,
+        "seq_len": 32,
+        "eval_samples": 2,
+        "eval_len": 32,
+        "correct": 2,
+        "run": tmp_path / "run",
+    }
+    first = autoq.search("demo", budget=5, **options)
+    second = autoq.search("demo", budget=6, **options)
+    assert second.recipe.totals.bits > first.recipe.totals.bits
+    assert autoq.front(tmp_path / "run", [5]).weights
+    exported = autoq.export(first, "mlx", rounding="up")  # of its own recipe, though another one is in the folder now
+    assert exported.recipe_bits == pytest.approx(first.recipe.totals.bits)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="the recipe of a later search"):
+        autoq.validate(first)
+
+
+def test_another_format_of_the_same_name_is_refused_in_a_run_folder(tmp_path: Path) -> None:
+    import json
+
+    import autoq
+
+    path = tmp_path / "space.yaml"
+    entry = "{element: INT6, block: 32, scale: fp16, rule: absmax}"
+    path.write_text(f"weights: [other_g32, int4_g64]\nformats:\n  other_g32: {entry}\n")
+    options: dict[str, Any] = {"space": path, "samples": 2, "seq_len": 32, "run": tmp_path / "run"}
+    autoq.profile("demo", **options)
+    run_json = tmp_path / "run" / "run.json"
+    known = json.loads(run_json.read_text())
+    known["own_formats"]["Format/other_g32"]["block"] = 64  # as if the space had said so then
+    run_json.write_text(json.dumps(known))
+    with pytest.raises(UserError, match="knows another format 'other_g32'"):
+        autoq.profile("demo", **options)

@@ -244,6 +244,26 @@ def test_bad_input_is_one_sentence(tmp_path: Path, report: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_a_report_overwrites_reports_alone(report: Path) -> None:
+    before = (report.parent / "recipe.yaml").read_bytes()
+    done = run_autoq("report", str(report.parent), "--out", str(report.parent / "recipe.yaml"))
+    assert done.returncode == 2
+    assert "is no HTML file" in done.stderr
+    assert (report.parent / "recipe.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"measured_kl": None}, {"uniform": 5}, {"perplexity_original": 0}, {"confirmed": [{}]}, {"seconds": 5}]
+)
+def test_damaged_figures_are_named(change: dict[str, Any], report: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_bytes((report.parent / "recipe.yaml").read_bytes())
+    facts = json.loads((report.parent / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**facts, **change}))
+    done = run_autoq("report", str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    assert "is damaged" in done.stderr
+
+
 def test_names_with_markup_are_text(found: Findings, tmp_path: Path, browser: Browser) -> None:
     from dataclasses import replace
 
