@@ -117,13 +117,13 @@ def python_words() -> Iterator[None]:
         raise
 
 
-def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any]) -> tuple[SearchConfig, Given]:
+def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any], front: bool = False) -> tuple[SearchConfig, Given]:
     """Return the options as the command line would make them, and what is in memory already."""
     known = {f.name for f in fields(SearchConfig)} - {"model", "eval", "front"}
     for name in options:
-        if name not in known and name != "front":
+        if name not in known:
             raise unknown("option", name, sorted(known))
-    config = {name: _plain(name, value) for name, value in options.items()}
+    config = {name: _plain(name, value) for name, value in options.items()} | ({"front": True} if front else {})
     tokenizer = ids = eval_ids = trial_ids = None
     if is_tokenizer(text):
         tokenizer = text
@@ -150,7 +150,11 @@ def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any]) -> tuple[S
         config |= _of_loaded(loaded, config)
     else:
         raise UserError(f"the model is a {type(model).__name__}: give a loaded transformers model, or a name as a string")
-    _check_texts(config, loaded, tokenizer, ids, eval_ids)
+    is_search = any(name in config for name in ("budget", "kv_budget", "memory", "max_kl", "front"))
+    if ids is not None and eval_ids is None and is_search:
+        raise UserError("text is given in batches: give eval in batches too, sequences that are not profiled to measure on")
+    if loaded is not None and ids is None and tokenizer is None:
+        tokenizer = _tokenizer_of(loaded)
     needs_trials = bool(config.get("trials")) or config.get("max_kl") is not None
     if eval_ids is not None and needs_trials and ids is not None:
         half = len(eval_ids) // 2
@@ -194,16 +198,6 @@ def _of_loaded(model: PreTrainedModel, config: dict[str, Any]) -> dict[str, Any]
     if config.get("workers", 1) > 1:
         raise UserError("workers are processes that load the model themselves: give its name instead of a loaded model")
     return {**asked, "model": name_of(model)}
-
-
-def _check_texts(config: dict[str, Any], loaded: Any, tokenizer: Any, ids: Any, eval_ids: Any) -> None:
-    is_search = any(name in config for name in ("budget", "kv_budget", "memory", "max_kl", "front"))
-    if ids is not None and eval_ids is None and is_search:
-        raise UserError("text is given in batches: give eval in batches too, sequences that are not profiled to measure on")
-    if eval_ids is not None and ids is None and tokenizer is None and loaded is not None:
-        tokenizer = _tokenizer_of(loaded)
-    if loaded is not None and ids is None and tokenizer is None:
-        _tokenizer_of(loaded)
 
 
 def _tokenizer_of(loaded: Any) -> PreTrainedTokenizerBase:

@@ -96,7 +96,7 @@ def search_front(
 
     Args and errors as in `search`.
     """
-    config, given = asked(model, text, eval, {**options, "front": True})
+    config, given = asked(model, text, eval, dict(options), front=True)
     return api.search_front(config, reporter_of(progress), given)
 
 

@@ -207,6 +207,7 @@ def test_memory_of_a_loaded_model(llama: PreTrainedModel) -> None:
         ({"text": BATCHES, "eval": BATCHES[:3], "budget": "4.5", "trials": 2}, "give at least 4"),
         ({"text": BATCHES, "eval": BATCHES, "budget": "0.5bits"}, "budget"),
         ({"text": BATCHES, "eval": BATCHES, "budgit": 4}, "Did you mean 'budget'"),
+        ({"text": BATCHES, "eval": BATCHES, "front": True}, "unknown option 'front'"),
         ({"text": BATCHES, "eval": BATCHES, "budget": 4, "dtype": "bfloat16"}, "loaded in float32 already"),
         ({"text": BATCHES, "eval": BATCHES, "budget": 4, "trials": 2, "workers": 2}, "give its name instead"),
         ({"text": BATCHES, "eval": BATCHES, "budget": 4, "samples": 1}, None),

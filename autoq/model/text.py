@@ -134,7 +134,7 @@ def _same(first: str, second: str) -> bool:
 def _check_source(name: str) -> None:
     path = Path(name)
     if name == GIVEN:
-        raise UserError(f"the text was {GIVEN}, which no file holds: give it again there, as autoq.validate(recipe, eval=ids)")
+        raise UserError(f"the text was {GIVEN}, which no file holds: give it again there, as autoq.validate(recipe, text=ids)")
     if name == STDLIB or (path.is_file() and path.suffix in FILE_SUFFIXES):
         return
     if path.is_file() or path.is_dir():
