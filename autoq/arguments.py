@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 
@@ -15,23 +17,15 @@ from autoq.api.exporting import ExportRefusedError
 from autoq.budget import parse_duration, parse_size
 from autoq.config import SearchConfig
 from autoq.errors import UserError, unknown
-from autoq.model import load
-from autoq.model.given import Given, dtype_of, name_of, token_ids
+from autoq.kinds import Kind, check_kind, kinds_checked
+from autoq.model.given import Given, dtype_of, name_of, source_of, token_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-NUMBERS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("budget", "kv_budget"), (str, float, int)), **dict.fromkeys(("memory", "context"), (str, int)), "timeout": (str, float, int),
-    "max_kl": (float, int),
-    **dict.fromkeys(
-        ("samples", "seq_len", "eval_samples", "eval_len", "batch", "correct", "validate", "weak", "trials", "trial_samples", "workers", "seed",
-         "profile_batch"), (int,),
-    ),
-}  # fmt: skip
-KINDS = {str: "text", int: "a whole number", float: "a number"}
 CALIB_IS_GIVEN = "text and calib are both given: text is the tokenizer, the batches or the file to profile"
 
 
@@ -78,29 +72,38 @@ class SearchOptions(ProfileOptions, total=False):
     sides: str
 
 
-def with_options(options: type) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Show every option with its default in a function's signature, where notebooks and `help` look."""
+def verb(options: type | None = None, **kinds: Kind) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Make a function one of `import autoq`: arguments of the wrong kind are named, and errors speak of Python's options.
+
+    Args:
+        options: shown one by one, with their defaults, in the signature, where notebooks and `help` look.
+        kinds: of parameters that are not what their name says elsewhere.
+    """
 
     def change(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        hints, defaults = options.__annotations__, SearchConfig()
-        for base in options.__mro__[1:]:
-            hints = {**getattr(base, "__annotations__", {}), **hints}
-        own = inspect.signature(function)
-        listed = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        listed += [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, n), annotation=a)
-            for n, a in hints.items()
-        ]
+        checked = kinds_checked(kinds)(function)
 
         @functools.wraps(function)
         def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             with python_words():
-                return function(*args, **kwargs)
+                return checked(*args, **kwargs)
 
-        called.__signature__ = own.replace(parameters=listed)  # type: ignore[attr-defined]
+        if options is not None:
+            called.__signature__ = _with_options(inspect.signature(function), options)  # type: ignore[attr-defined]
         return called
 
     return change
+
+
+def _with_options(own: inspect.Signature, options: type) -> inspect.Signature:
+    hints, defaults = options.__annotations__, SearchConfig()
+    for base in options.__mro__[1:]:
+        hints = {**getattr(base, "__annotations__", {}), **hints}
+    listed = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    listed += [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, n), annotation=a) for n, a in hints.items()
+    ]
+    return own.replace(parameters=listed)
 
 
 @contextmanager
@@ -127,7 +130,7 @@ def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any], front: boo
     tokenizer = ids = eval_ids = trial_ids = None
     if is_tokenizer(text):
         tokenizer = text
-    elif isinstance(text, (str, Path)):
+    elif isinstance(text, (str, PathLike)):
         if config.get("calib") is not None:
             raise UserError(CALIB_IS_GIVEN)
         config["calib"] = str(text)
@@ -136,25 +139,26 @@ def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any], front: boo
             raise UserError(CALIB_IS_GIVEN)
         ids = token_ids(text, "text")
         config |= {"samples": len(ids), "seq_len": ids.shape[1]}
-    if isinstance(eval_, (str, Path)):
+    if isinstance(eval_, (str, PathLike)):
         config["eval"] = str(eval_)
     elif eval_ is not None:
         eval_ids = token_ids(eval_, "eval")
     loaded = None
     if isinstance(model, str):
         config["model"] = model
-    elif isinstance(model, Path):
+    elif isinstance(model, PathLike):
         config["model"] = str(model)
-    elif hasattr(model, "named_parameters") and hasattr(model, "config"):
+    else:
         loaded = model
         config |= _of_loaded(loaded, config)
-    else:
-        raise UserError(f"the model is a {type(model).__name__}: give a loaded transformers model, or a name as a string")
     is_search = any(name in config for name in ("budget", "kv_budget", "memory", "max_kl", "front"))
     if ids is not None and eval_ids is None and is_search:
         raise UserError("text is given in batches: give eval in batches too, sequences that are not profiled to measure on")
     if loaded is not None and ids is None and tokenizer is None:
-        tokenizer = _tokenizer_of(loaded)
+        tokenizer = Given(loaded).load_tokenizer(source_of(loaded))
+    if ids is not None and len(ids) < 2:
+        raise UserError("text has 1 sequence: give at least 2, and more for a prediction to trust")
+    _check_apart(ids, eval_ids)
     needs_trials = bool(config.get("trials")) or config.get("max_kl") is not None
     if eval_ids is not None and needs_trials and ids is not None:
         half = len(eval_ids) // 2
@@ -167,25 +171,37 @@ def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any], front: boo
     return SearchConfig(**config), Given(loaded, tokenizer, ids, eval_ids, trial_ids)
 
 
+def _check_apart(ids: torch.Tensor | None, eval_ids: torch.Tensor | None) -> None:
+    """Raise UserError for sequences that would be profiled and measured on."""
+    if ids is None or eval_ids is None or ids.shape[1] != eval_ids.shape[1]:
+        return
+    profiled = {row.numpy().tobytes() for row in ids}
+    if both := sum(row.numpy().tobytes() in profiled for row in eval_ids):
+        raise UserError(f"eval has {both} of the sequences that are profiled: measure on text that was not profiled")
+
+
 def _plain(name: str, value: Any) -> Any:
-    """Return an option's value as `SearchConfig` has it."""
-    if name in NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, NUMBERS[name])):
-        raise UserError(f"{name} is {value!r}, but must be {' or '.join(KINDS[kind] for kind in NUMBERS[name])}")
-    if name in ("budget", "kv_budget", "memory") and value is not None and not isinstance(value, str):
+    """Return an option's value as `SearchConfig` has it; raises UserError for one of the wrong kind."""
+    check_kind(name, value, getattr(SearchConfig, name))
+    if value is None:
+        return None
+    if name in ("budget", "kv_budget", "memory") and not isinstance(value, str):
         return f"{value:g}" if name != "memory" else f"{int(value)}B"
     if name == "context" and isinstance(value, str):
         return parse_size(value)
     if name == "timeout" and isinstance(value, str):
         return parse_duration(value)
-    if name == "run" and value is not None:
+    if name == "run":
         if not str(value):
             raise UserError("run is empty: give a folder, or leave the option out")
         return Path(value)
     if name == "include":
-        if value is None:
-            return ()
         return (value,) if isinstance(value, str) else tuple(value)
-    return str(value) if isinstance(value, Path) else value
+    if name in ("device", "dtype"):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)  # numpy's too
+    return str(value) if isinstance(value, PathLike) else value
 
 
 def _of_loaded(model: PreTrainedModel, config: dict[str, Any]) -> dict[str, Any]:
@@ -198,19 +214,6 @@ def _of_loaded(model: PreTrainedModel, config: dict[str, Any]) -> dict[str, Any]
     if config.get("workers", 1) > 1:
         raise UserError("workers are processes that load the model themselves: give its name instead of a loaded model")
     return {**asked, "model": name_of(model)}
-
-
-def _tokenizer_of(loaded: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a loaded model from where the model came from; raises UserError if there is none."""
-    name = name_of(loaded)
-    if name == type(loaded).__name__:  # nothing that a hub should be asked for
-        raise UserError("the model does not say where it was loaded from: give its tokenizer, or batches of token ids")
-    try:
-        return load.load_tokenizer(load.model_source(name))
-    except UserError as error:
-        raise UserError(
-            f"the model was loaded from {name!r}, and its tokenizer is not there: give it, or batches of token ids ({error})"
-        ) from error
 
 
 def is_tokenizer(text: Any) -> bool:

@@ -151,5 +151,7 @@ def _element(name: str, text: str) -> FloatElement | IntElement | None:
         return IntElement(int(found.group(1)), found.group(2) is not None)
     known = {element.name: element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
     if text not in known:
-        raise unknown(f"element of format {name}:", text, [*known, "INT4", "INT4 asym", "BF16"])
+        raise unknown(
+            f"element of format {name}:", text, [*known, *(f"INT{n}{kind}" for kind in ("", " asym") for n in range(2, 9)), "BF16"]
+        )
     return known[text]

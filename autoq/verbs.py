@@ -5,8 +5,9 @@ Each takes a loaded model or a name, makes the same `SearchConfig` that the comm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ with suppress(ImportError):  # no triton on this platform
 
 from autoq import api
 from autoq import recipe as recipes
-from autoq.arguments import ProfileOptions, SearchOptions, asked, is_tokenizer, python_words, with_options
+from autoq.arguments import ProfileOptions, SearchOptions, asked, is_tokenizer, verb
 from autoq.budget import parse_bytes, parse_size
 from autoq.config import SearchConfig
 from autoq.cost.targets import target_of
 from autoq.display.notebook import reporter_of
 from autoq.display.progress import Reporter
 from autoq.errors import UserError
+from autoq.kinds import BATCHES, RUN, SIZES, TEXT
 from autoq.model import load
 from autoq.model.given import Given, token_ids
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@verb(name=TEXT)
 def load_model(name: str = "demo", device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
@@ -41,13 +44,12 @@ def load_model(name: str = "demo", device: str = "auto", dtype: str = "auto") ->
 
     Raises UserError for what cannot be loaded.
     """
-    with python_words():
-        source, where = load.model_source(name), load.pick_device(device)
-        load.load_config(source)
-        return load.load_model(source, where, dtype), load.load_tokenizer(source)
+    source, where = load.model_source(name), load.pick_device(str(device))
+    load.load_config(source)
+    return load.load_model(source, where, str(dtype).removeprefix("torch.")), load.load_tokenizer(source)
 
 
-@with_options(ProfileOptions)
+@verb(ProfileOptions)
 def profile(
     model: PreTrainedModel | str = "demo", text: Any = None, *, progress: bool | Reporter = True, **options: Unpack[ProfileOptions]
 ) -> api.ProfileResult:
@@ -66,7 +68,7 @@ def profile(
     return api.profile(config, reporter_of(progress), given)
 
 
-@with_options(SearchOptions)
+@verb(SearchOptions)
 def search(
     model: PreTrainedModel | str = "demo", text: Any = None, *, eval: Any = None,  # noqa: A002
     progress: bool | Reporter = True, **options: Unpack[SearchOptions],
@@ -87,7 +89,7 @@ def search(
     return api.search(config, reporter_of(progress), given)
 
 
-@with_options(SearchOptions)
+@verb(SearchOptions)
 def search_front(
     model: PreTrainedModel | str = "demo", text: Any = None, *, eval: Any = None,  # noqa: A002
     progress: bool | Reporter = True, **options: Unpack[SearchOptions],
@@ -100,16 +102,20 @@ def search_front(
     return api.search_front(config, reporter_of(progress), given)
 
 
-def front(run: Path | str, budgets: Sequence[float] | None = None) -> api.FrontResult:
+@verb(run=RUN)
+def front(run: Path | str | api.SearchResult | api.ProfileResult, budgets: Sequence[float] | None = None) -> api.FrontResult:
     """Return the least predicted damage at every budget, from the run folder of a finished profile.
 
     Args:
+        run: the folder, or what a search or a profile returned.
         budgets: bits per value; by default 2 to 9 in quarters.
     """
-    with python_words():
-        return api.front(Path(run), budgets)
+    if isinstance(run, api.SearchResult):
+        return run.front(budgets)
+    return api.front(run.run if isinstance(run, api.ProfileResult) else Path(run), budgets)
 
 
+@verb()
 @contextmanager
 def quantized(
     model: PreTrainedModel, recipe: recipes.Recipe | api.SearchResult | Path | str, caches: bool = True
@@ -123,12 +129,13 @@ def quantized(
 
     Raises UserError if the recipe is for another model.
     """
-    if not hasattr(model, "named_parameters"):
-        raise UserError(f"the model is a {type(model).__name__}: load it first, as autoq.load_model({model!r}) does")
+    if isinstance(model, (str, PathLike)):
+        raise UserError(f"the model is {str(model)!r}: load it first, as autoq.load_model({str(model)!r}) does")
     with api.quantized(model, _recipe(recipe), caches) as changed:
         yield changed
 
 
+@verb(context=SIZES, batch=BATCHES)
 def memory(
     model: PreTrainedModel | str | None = None, context: int | str | Sequence[int | str] = "1k", batch: int | Sequence[int] = 1, *,
     recipe: recipes.Recipe | api.SearchResult | Path | str | None = None, engine: str = SearchConfig.engine, target: str = SearchConfig.target,
@@ -147,15 +154,17 @@ def memory(
 
     Raises UserError for a context beyond the model's maximum, or a recipe that engine or target cannot serve.
     """
-    with python_words():
-        its = None if recipe is None else _recipe(recipe)
-        contexts = [parse_size(str(c)) for c in ([context] if isinstance(context, (int, str)) else context)]
-        batches = [batch] if isinstance(batch, int) else list(batch)
-        device = target_of(target)
-        room = device.memory if available is None else parse_bytes(str(available), "available")
-        return api.memory(model or (its.model.id if its else load.DEMO), contexts, batches, its, engine, room, target)
+    its = None if recipe is None else _recipe(recipe)
+    contexts = [
+        parse_size(str(c)) for c in (context if isinstance(context, Iterable) and not isinstance(context, str) else [context])
+    ]
+    batches = [int(b) for b in (batch if isinstance(batch, Iterable) else [batch])]
+    device = target_of(target)
+    room = device.memory if available is None else parse_bytes(str(available), "available")
+    return api.memory(_named(model) or (its.model.id if its else load.DEMO), contexts, batches, its, engine, room, target)
 
 
+@verb()
 def validate(
     recipe: recipes.Recipe | api.SearchResult | Path | str, model: PreTrainedModel | str | None = None, text: Any = None, *,
     sample: int | None = None, seed: int = SearchConfig.seed, progress: bool | Reporter = True,
@@ -172,6 +181,7 @@ def validate(
 
     Raises UserError for a recipe of another model, or a recipe in memory whose file is not known.
     """
+    model = _named(model)
     if isinstance(recipe, api.SearchResult):
         given = recipe.plan.given
         model, path = model or given.model, _file_of(recipe)
@@ -182,14 +192,14 @@ def validate(
         )
     else:
         path = api.find_recipe(Path(recipe))
-    with python_words():
-        loaded = None if model is None or isinstance(model, str) else model
-        has_tokenizer = is_tokenizer(text)
-        ids = None if text is None or has_tokenizer else token_ids(text, "text")
-        given = Given(loaded, text if has_tokenizer else None, None, ids)
-        return api.validate(path, model if isinstance(model, str) else None, sample, seed, reporter_of(progress), given)
+    loaded = None if model is None or isinstance(model, str) else model
+    has_tokenizer = is_tokenizer(text)
+    ids = None if text is None or has_tokenizer else token_ids(text, "text")
+    given = Given(loaded, text if has_tokenizer else None, None, ids)
+    return api.validate(path, model if isinstance(model, str) else None, sample, seed, reporter_of(progress), given)
 
 
+@verb()
 def export(
     recipe: recipes.Recipe | api.SearchResult | Path | str, to: str, out: Path | str | None = None, rounding: str = "none",
     model: PreTrainedModel | str | None = None,
@@ -206,16 +216,17 @@ def export(
 
     Raises ExportRefusedError, with a `report` of every loss, where something would be lost that `rounding` does not allow.
     """
-    with python_words():
-        if isinstance(recipe, api.SearchResult):  # its own recipe, whatever the run folder holds by now
-            folder = recipe.run / "export" if to == api.ALL else recipe.run / "export" / to
-            return recipe.recipe.export(to, out or folder, rounding, model or recipe.plan.given.model)
-        its = recipe
-        if not isinstance(its, recipes.Recipe):
-            its = api.find_recipe(Path(its))
-        return api.export_all(its, out, rounding, model) if to == api.ALL else api.export(its, to, out, rounding, model)
+    model = _named(model)
+    if isinstance(recipe, api.SearchResult):  # its own recipe, whatever the run folder holds by now
+        folder = recipe.run / "export" if to == api.ALL else recipe.run / "export" / to
+        return recipe.recipe.export(to, out or folder, rounding, model or recipe.plan.given.model)
+    its = recipe
+    if not isinstance(its, recipes.Recipe):
+        its = api.find_recipe(Path(its))
+    return api.export_all(its, out, rounding, model) if to == api.ALL else api.export(its, to, out, rounding, model)
 
 
+@verb()
 def import_recipe(
     path: Path | str, model: PreTrainedModel | str = "demo", kind: str | None = None, out: Path | str = "imported.yaml", *, calib: str | None = None,
     context: int | str | None = None, batch: int = 1, progress: bool | Reporter = True,
@@ -232,20 +243,22 @@ def import_recipe(
         batch: sequences for which the cache is priced.
         progress: bars, or an object that takes them.
     """
-    with python_words():
-        tokens = None if context is None else parse_size(str(context))
-        return api.import_recipe(path, model, kind, out, calib, tokens, batch, reporter_of(progress))
+    tokens = None if context is None else parse_size(str(context))
+    return api.import_recipe(path, _named(model), kind, out, calib, tokens, batch, reporter_of(progress))
 
 
+@verb()
 def check(
     recipe: recipes.Recipe | api.SearchResult | Path | str, model: PreTrainedModel | str | None = None, *, engine: str | None = None,
     target: str | None = None, consumer: str | None = None,
 ) -> api.Checked:  # fmt: skip
     """Check a recipe against its model, an engine, a device and a tool; `problems` says what is wrong."""
-    with python_words():
-        return api.check(_recipe(recipe), model, engine, target, consumer)
+    if isinstance(recipe, api.SearchResult):
+        model = model or recipe.plan.given.model
+    return api.check(_recipe(recipe), _named(model), engine, target, consumer)
 
 
+@verb()
 def retrieval(
     recipe: Path | str | api.SearchResult, model: PreTrainedModel | str | None = None, text: PreTrainedTokenizerBase | None = None, *, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
     samples: int = 4, seed: int = SearchConfig.seed, progress: bool | Reporter = True,
@@ -262,15 +275,20 @@ def retrieval(
         seed: of the generated text.
         progress: bars, or an object that takes them.
     """
+    model = _named(model)
+    if text is not None and not is_tokenizer(text):
+        raise UserError(f"text is a {type(text).__name__}: give the model's tokenizer")
+    if isinstance(recipe, recipes.Recipe):
+        raise UserError("retrieval reads a recipe's file: give the file, the run folder or the search's result")
     path = _file_of(recipe) if isinstance(recipe, api.SearchResult) else api.find_recipe(Path(recipe))
     if isinstance(recipe, api.SearchResult):
         model, text = model or recipe.plan.given.model, text or recipe.plan.given.tokenizer
-    with python_words():
-        given = Given(None if model is None or isinstance(model, str) else model, text)
-        name = model if isinstance(model, str) else None
-        return api.retrieval(path, name, lengths, depths, samples, seed, reporter_of(progress), given)
+    given = Given(None if model is None or isinstance(model, str) else model, text)
+    name = model if isinstance(model, str) else None
+    return api.retrieval(path, name, lengths, depths, samples, seed, reporter_of(progress), given)
 
 
+@verb()
 def report(result: api.HasFindings | Path | str, out: Path | str | None = None, model: PreTrainedModel | str | None = None) -> Path:
     """Write the report of a search, one HTML file that opens without a network, and return where it is.
 
@@ -279,10 +297,14 @@ def report(result: api.HasFindings | Path | str, out: Path | str | None = None, 
         out: by default report.html in the run folder.
         model: loaded, or where it is, for what other tools take.
     """
-    with python_words():
-        if isinstance(result, api.SearchResult):
-            model = model or result.plan.given.model
-        return api.report(result, out, model)
+    if isinstance(result, api.SearchResult):
+        model = model or result.plan.given.model
+    return api.report(result, out, _named(model))
+
+
+def _named(model: Any) -> Any:
+    """Return a model's name as text where a path was given."""
+    return str(model) if isinstance(model, PathLike) else model
 
 
 def _file_of(result: api.SearchResult) -> Path:

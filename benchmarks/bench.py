@@ -22,7 +22,8 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.damage import Candidates
 from autoq.measure.divergence import Yardstick
 from autoq.measure.estimate import DamageTable, correction_factors, damage_table
-from autoq.measure.profile import Fingerprint, Profile, UniformKL, make_profile, model_fingerprint, text_fingerprint
+from autoq.measure.profile import Fingerprint, Profile, UniformKL, model_fingerprint, text_fingerprint
+from autoq.measure.profiling import make_profile
 from autoq.model.load import load_model, load_tokenizer, model_source
 from autoq.model.quantized import Assignment
 from autoq.model.text import cut_again, own_bos, sequences, text_sources

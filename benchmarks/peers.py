@@ -38,7 +38,8 @@ from autoq.formats.catalog import KV_FORMATS, WEIGHT_FORMATS, weight_format
 from autoq.measure.damage import Candidates
 from autoq.measure.divergence import Yardstick
 from autoq.measure.estimate import damage_table
-from autoq.measure.profile import Fingerprint, make_profile, model_fingerprint, text_fingerprint
+from autoq.measure.profile import Fingerprint, model_fingerprint, text_fingerprint
+from autoq.measure.profiling import make_profile
 from autoq.model.load import load_model, load_tokenizer, model_source
 from autoq.model.text import sequences, text_sources
 from autoq.model.unit import ModelUnits, Unit

@@ -75,6 +75,13 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def llama() -> PreTrainedModel:
     return build(llama_config())
 

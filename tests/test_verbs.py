@@ -29,6 +29,7 @@ QUICK: dict[str, Any] = {
     "weak": 0,
 }
 BATCHES = torch.randint(0, 128, (6, 32), generator=torch.Generator().manual_seed(2))
+OTHERS = torch.randint(0, 128, (6, 32), generator=torch.Generator().manual_seed(4))
 
 
 def state(model: PreTrainedModel) -> dict[str, Any]:
@@ -76,12 +77,6 @@ class Interrupting(Silent):
             raise KeyboardInterrupt
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_a_loaded_model_is_profiled_searched_and_applied_and_left_as_it_was(worn: PreTrainedModel, here: Path) -> None:
     before = state(worn)
     profile = autoq.profile(worn, BATCHES, run="run")
@@ -92,7 +87,7 @@ def test_a_loaded_model_is_profiled_searched_and_applied_and_left_as_it_was(worn
     assert state(worn) == before
     assert result.recipe.totals.bits <= 4.501
     assert result.recipe.totals.kv_bits <= 6.001
-    assert result.recipe.model.id == "LlamaForCausalLM"
+    assert result.recipe.model.id == "loaded:LlamaForCausalLM"
     with autoq.quantized(worn, result.recipe) as changed, torch.no_grad():
         assert not torch.equal(changed(BATCHES).logits, build(llama_config())(BATCHES).logits)
     assert state(worn) == before
@@ -104,6 +99,8 @@ def test_a_loaded_model_is_profiled_searched_and_applied_and_left_as_it_was(worn
     assert checked.entry.passed
     assert state(worn) == before
     assert autoq.report(result).stat().st_size < 6 * 2**20
+    with pytest.raises(autoq.UserError, match="the model was in memory"):  # and no hub is asked for it
+        result.recipe.export("transformers", rounding="up")
     exported = result.recipe.export("transformers", rounding="up", model=worn)
     assert isinstance(exported, api.ExportReport)
     assert exported.files[0].parts[:2] == ("export", "transformers")
@@ -204,15 +201,20 @@ def test_memory_of_a_loaded_model(llama: PreTrainedModel) -> None:
         ({"text": {"input_ids": BATCHES, "attention_mask": torch.zeros_like(BATCHES)}, "budget": "4.5"}, "padding"),
         ({"text": 7, "budget": "4.5"}, "give a tokenizer"),
         ({"text": BATCHES + 100, "eval": BATCHES, "budget": "4.5"}, "the given batch has token ids up to"),
-        ({"text": BATCHES, "eval": BATCHES[:3], "budget": "4.5", "trials": 2}, "give at least 4"),
-        ({"text": BATCHES, "eval": BATCHES, "budget": "0.5bits"}, "budget"),
-        ({"text": BATCHES, "eval": BATCHES, "budgit": 4}, "Did you mean 'budget'"),
-        ({"text": BATCHES, "eval": BATCHES, "front": True}, "unknown option 'front'"),
-        ({"text": BATCHES, "eval": BATCHES, "budget": 4, "dtype": "bfloat16"}, "loaded in float32 already"),
-        ({"text": BATCHES, "eval": BATCHES, "budget": 4, "trials": 2, "workers": 2}, "give its name instead"),
-        ({"text": BATCHES, "eval": BATCHES, "budget": 4, "samples": 1}, None),
-        ({"text": BATCHES, "eval": BATCHES, "samples": 3}, "budget 4.5bits for the weights"),
-        ({"text": BATCHES, "eval": BATCHES, "calib": "a.txt", "budget": 4}, "text and calib are both given"),
+        ({"text": BATCHES, "eval": OTHERS[:3], "budget": "4.5", "trials": 2}, "give at least 4"),
+        ({"text": BATCHES, "eval": OTHERS, "budget": "0.5bits"}, "budget"),
+        ({"text": BATCHES, "eval": OTHERS, "budgit": 4}, "Did you mean 'budget'"),
+        ({"text": BATCHES, "eval": OTHERS, "front": True}, "unknown option 'front'"),
+        ({"text": BATCHES, "eval": OTHERS, "budget": 4, "dtype": "bfloat16"}, "loaded in float32 already"),
+        ({"text": BATCHES, "eval": OTHERS, "budget": 4, "trials": 2, "workers": 2}, "give its name instead"),
+        ({"text": BATCHES, "eval": OTHERS, "budget": 4, "samples": 1}, None),
+        ({"text": BATCHES, "eval": OTHERS, "samples": 3}, "budget 4.5bits for the weights"),
+        ({"text": BATCHES, "eval": OTHERS, "calib": "a.txt", "budget": 4}, "text and calib are both given"),
+        ({"text": BATCHES, "eval": BATCHES[4:], "budget": 4}, "eval has 2 of the sequences that are profiled"),
+        ({"text": BATCHES[:1], "eval": OTHERS, "budget": 4}, "text has 1 sequence"),
+        ({"text": BATCHES.to("meta"), "eval": OTHERS, "budget": 4}, "on the meta device"),
+        ({"text": BATCHES.to_sparse(), "eval": OTHERS, "budget": 4}, "sparse"),
+        ({"text": [{"input_ids": [1, 2], "attention_mask": [[1], [1, 1]]}], "eval": OTHERS, "budget": 4}, "an attention mask that is none"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_sentence_in_python_words(
@@ -231,8 +233,15 @@ def test_mistakes_are_one_sentence_in_python_words(
     ("option", "says"),
     [
         ({"samples": "x"}, "samples is 'x', but must be a whole number"),
-        ({"budget": True}, "budget is True, but must be text or a number or a whole number"),
+        ({"budget": True}, "budget is True, but must be text or a number"),
         ({"run": ""}, "run is empty"),
+        ({"run": 5}, "run is 5, but must be a path"),
+        ({"include": 5}, "include is 5, but must be text or several"),
+        ({"space": None}, "space is None, but must be a path"),
+        ({"engine": ["vllm"]}, "engine is a list, but must be text"),
+        ({"progress": 5}, "progress is 5, but must be True or False or an object with say() and stage()"),
+        ({"resume": "yes"}, "resume is 'yes', but must be True or False"),
+        ({"budget": float("nan")}, "budget is nan, but must be text or a number"),
     ],
 )
 def test_values_of_the_wrong_kind_are_named(option: dict[str, Any], says: str) -> None:
@@ -260,8 +269,22 @@ def test_what_follows_a_search_takes_a_loaded_model_too(
 
 
 def test_a_model_of_no_kind_is_named() -> None:
-    with pytest.raises(autoq.UserError, match="the model is a int: give a loaded transformers model"):
+    with pytest.raises(autoq.UserError, match="model is 7, but must be a name, a path or a loaded transformers model"):
         autoq.search(7, budget=4)
+
+
+def test_figures_of_another_recipe_are_not_shown_with_this_one(llama: PreTrainedModel, here: Path) -> None:
+    """A kill between the two files leaves a recipe beside the figures of the search before it."""
+    autoq.search(llama, BATCHES, budget=5, run="run", **QUICK)
+    before = Path("run/result.json").read_bytes()
+    autoq.search(llama, BATCHES, budget=4, run="run", **QUICK)
+    assert autoq.load_run("run").facts["bits"] < 4.01
+    with pytest.raises(KeyboardInterrupt):  # in its last stage: recipe and figures are the new ones already
+        autoq.search(llama, BATCHES, budget=3.5, run="run", validate=1, progress=Interrupting("running on packed bytes"), **QUICK)
+    assert autoq.load_run("run").facts["bits"] < 3.51
+    Path("run/result.json").write_bytes(before)
+    with pytest.raises(autoq.UserError, match="holds the figures of another recipe"):
+        autoq.report("run")
 
 
 def test_token_ids_of_a_data_loader(llama: PreTrainedModel, here: Path) -> None:

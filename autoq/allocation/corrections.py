@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoq.measure.divergence import Yardstick
-from autoq.measure.profile import Profile, Progress, UniformKL
+from autoq.measure.profile import Profile, UniformKL
+from autoq.measure.profiling import Progress
 from autoq.model.quantized import Assignment
 
 

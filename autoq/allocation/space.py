@@ -62,12 +62,15 @@ def _define(entries: Any, key: str, path: Path) -> None:
         try:
             written[str(name)] = FormatEntry.model_validate(entry)
         except ValidationError as error:
-            problem = error.errors()[0]
+            problem = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # a misspelt key is missing too
+            if problem["type"] == "extra_forbidden":
+                raise unknown(f"key in {key}.{name} of {path.name}:", str(problem["loc"][-1]), FormatEntry.model_fields) from error
             where = ".".join(str(part) for part in problem["loc"])
             raise UserError(f"the search space {str(path)!r}: {key}.{name}.{where}: {problem['msg']}") from error
-    for name in written:
-        fmt = format_of(name, written) if key == "formats" else kv_format_of(name, written)
+    formats = [format_of(name, written) if key == "formats" else kv_format_of(name, written) for name in written]
+    for fmt in formats:
         _check_own(fmt, path)
+    for fmt in formats:  # all of them or none
         define(fmt)
 
 
@@ -98,7 +101,8 @@ def _check_own(fmt: Format | KVFormat, path: Path) -> None:
     if values.tensor_scale and values.scale != "e4m3":
         raise UserError(f"{where}: a tensor scale goes with e4m3 scales, not {values.scale}: leave tensor_scale out")
     if values.block not in OWN_BLOCKS:
-        raise UserError(f"{where}: a block of {values.block} is not supported, choose {', '.join(map(str, OWN_BLOCKS))}")
+        block = values.block or "the whole row (null)"
+        raise UserError(f"{where}: a block of {block} is not supported, choose {', '.join(map(str, OWN_BLOCKS))}")
 
 
 def _names(value: Any, key: str, path: Path) -> list[str]:

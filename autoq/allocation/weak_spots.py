@@ -15,7 +15,7 @@ from statistics import median
 from autoq.allocation.problem import Option
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.estimate import TRUSTED_KL, DamageTable
-from autoq.measure.profile import Progress
+from autoq.measure.profiling import Progress
 from autoq.model.unit import ModelUnits, Unit
 
 TRUSTED_BITS = 3  # of an element

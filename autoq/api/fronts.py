@@ -191,7 +191,9 @@ def predicted_fronts(
     everything = parse_budget("16bits")
     kv = everything if candidates.keys and candidates.values else None
     problem = make_problem(units, candidates, Budgets(everything if candidates.weights else None, kv, None, context, batch), table)
-    asked = list(budgets) if budgets else [2 + 0.25 * i for i in range(29)]
+    asked = [float(b) for b in budgets] if budgets is not None and len(budgets) else [2 + 0.25 * i for i in range(29)]
+    if wrong := [b for b in asked if not 0 < b < math.inf]:
+        raise UserError(f"a budget of {wrong[0]:g} bits per value is none: give numbers above 0, such as 4.5")
     weights = frozenset(u.name for u in units.weights), units.searched
     caches = frozenset(u.name for u in units.caches), sum(cache_values(u, context, batch) for u in units.caches)
     sides = [

@@ -79,6 +79,8 @@ def memory(
 
     Raises UserError for a context beyond the model's maximum a batch of 0, or a recipe that engine or target cannot serve.
     """
+    if not contexts or not batches:
+        raise UserError("memory needs at least one context and one batch")
     for batch in batches:
         if batch < 1:
             raise UserError(f"a batch of {batch} holds no sequence: give 1 or more")

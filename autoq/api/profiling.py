@@ -19,7 +19,8 @@ from autoq.formats.catalog import is_own
 from autoq.formats.format import Format, KVFormat
 from autoq.measure.damage import check_finite
 from autoq.measure.estimate import DamageTable, damage_table
-from autoq.measure.profile import FILE, Fingerprint, Profile, existing, make_profile, model_fingerprint, text_fingerprint
+from autoq.measure.profile import FILE, Fingerprint, Profile, model_fingerprint, text_fingerprint
+from autoq.measure.profiling import existing, make_profile
 from autoq.model import load
 from autoq.model.given import Given, borrowed
 from autoq.model.text import GIVEN, STDLIB, own_bos, sequences, text_sources

@@ -11,6 +11,7 @@ from autoq.api.exporting import ALL, ExportReport, export, export_all
 from autoq.api.showing import find_recipe, show
 from autoq.display.html import recipe_html
 from autoq.display.words import nats
+from autoq.kinds import check_kind
 from autoq.run_folder import make_folder
 
 if TYPE_CHECKING:
@@ -69,4 +70,6 @@ class Recipe(recipes.Recipe):
 
 def read_recipe(path: Path | str | None = None) -> Recipe:
     """Read a recipe file, the recipe of a run folder, or that of the newest run; raises UserError that names what is wrong."""
+    if path is not None:
+        check_kind("path", path)
     return Recipe.of(recipes.read_recipe(find_recipe(None if path is None else Path(path))))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from autoq.api.exporting import previews
-from autoq.api.recipe import read_recipe
+from autoq.api.recipe import Recipe, read_recipe
 from autoq.display.exports import summary
 from autoq.display.findings import Findings, HasFindings
 from autoq.errors import UserError
+from autoq.kinds import check_kind
 from autoq.run_folder import RECIPE, RESULT, make_folder, write_atomically
 
 if TYPE_CHECKING:
@@ -21,20 +24,25 @@ if TYPE_CHECKING:
     from autoq.display.page import Serving
 
 REPORT = "report.html"
-NEEDED = ("front", "kv_front", "confirmed", "trials", "warnings", "uniform", "measured_kl", "coverage", "notes", "seconds")
+NEEDED = (
+    "front", "kv_front", "confirmed", "trials", "warnings", "uniform", "measured_kl", "coverage", "notes", "seconds", "damage", "bits", "kv_bits",
+)  # fmt: skip
 
 
 def load_run(run: Path | str) -> Findings:
     """Read what a search left in its run folder: the recipe, and every figure for plots and the report.
 
-    Raises UserError for a folder without a finished search, or one of an older version.
+    Raises UserError for a folder without a finished search, one of an older version, or figures of another recipe.
     """
+    check_kind("run", run)
     folder = Path(run)
     if not folder.is_dir():
         raise UserError(f"there is no run folder {str(folder)!r}")
     if not (folder / RECIPE).is_file():
         raise UserError(f"{str(folder)!r} holds no {RECIPE}: search there first, `autoq search --run {folder} --budget 4.5bits`")
     recipe = read_recipe(folder / RECIPE)
+    if (folder / RESULT).exists() and not (folder / RESULT).is_file():
+        raise UserError(f"{str(folder / RESULT)!r} is no regular file: search there again")
     try:
         facts = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -43,7 +51,21 @@ def load_run(run: Path | str) -> Findings:
         raise UserError(f"{str(folder / RESULT)!r} cannot be read: {error}") from error
     if not isinstance(facts, dict) or any(name not in facts for name in NEEDED) or recipe.measured is None:
         raise UserError(f"{str(folder / RESULT)!r} lacks what a report needs: it is of an older version, search there again")
+    try:
+        belong_together = _belong_together(recipe, facts)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{str(folder / RESULT)!r} is damaged ({error}): search there again") from error
+    if not belong_together:
+        raise UserError(
+            f"{str(folder / RESULT)!r} holds the figures of another recipe than {RECIPE} there: the last search did not end, run it again"
+        )
     return Findings(recipe, facts, folder)
+
+
+def _belong_together(recipe: Recipe, facts: dict[str, Any]) -> bool:
+    assert recipe.measured is not None
+    pairs = ((recipe.measured.kl, "measured_kl"), (recipe.totals.bits, "bits"), (recipe.totals.kv_bits, "kv_bits"))
+    return all(math.isclose(written, float(facts[name]), rel_tol=1e-4, abs_tol=1e-12) for written, name in pairs)
 
 
 def report(result: HasFindings | Path | str, out: Path | str | None = None, model: PreTrainedModel | str | None = None) -> Path:
@@ -55,7 +77,7 @@ def report(result: HasFindings | Path | str, out: Path | str | None = None, mode
     """
     from autoq.display.page import page
 
-    found = load_run(result) if isinstance(result, (str, Path)) else result.findings
+    found = load_run(result) if isinstance(result, (str, PathLike)) else result.findings
     path = found.run / REPORT if out is None else Path(out)
     if path.is_dir():
         raise UserError(f"--out {str(path)!r} is a folder: give a file such as report.html")
@@ -79,6 +101,8 @@ def _serving(found: Findings, model: PreTrainedModel | str | None) -> tuple[list
         file = found.run / RECIPE
         written = previews(file if file.is_file() else found.recipe, model)
     except UserError as error:
+        if model is not None:  # asked for, so not to be passed over
+            raise
         return [], f"What other tools take is not told here: {error}"
     rows = []
     for one, files in written:

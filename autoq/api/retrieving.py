@@ -12,7 +12,6 @@ from autoq.cost.kv_memory import context_of
 from autoq.display.progress import Clock, Reporter, Silent
 from autoq.errors import UserError
 from autoq.measure.retrieval import RetrievalRow, make_prompts, retrieve
-from autoq.model import load
 from autoq.model.given import Given, borrowed
 from autoq.recipe import read_recipe
 
@@ -44,7 +43,7 @@ def retrieval(
     recipe = read_recipe(path)
     with clock.stage("load", "loading the model"):
         loaded, units, source = load_for(recipe, given.model or model)
-        tokenizer = given.tokenizer or load.load_tokenizer(load.model_source(source.name))
+        tokenizer = given.load_tokenizer(source)
         for length in lengths:
             context_of(loaded.config.get_text_config(decoder=True), length)
         prompts = make_prompts(tokenizer, lengths, depths, samples, seed)

@@ -37,6 +37,7 @@ from autoq.display.html import search_html
 from autoq.display.progress import Clock, Reporter, Silent
 from autoq.display.words import answer
 from autoq.errors import UserError
+from autoq.kinds import check_kind
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import TRUSTED_KL, DamageTable, disagreeing_cells
 from autoq.measure.profile import Profile
@@ -114,6 +115,8 @@ class SearchResult:
         Args:
             budgets: bits per value to solve each side at. measure, measure_kv: bits per weight, and per cached value, at which to measure.
         """
+        for name, given in (("budgets", budgets), ("measure", measure), ("measure_kv", measure_kv)):
+            check_kind(name, given, None)
         if measure or measure_kv:
             return measure_front(self.run, budgets, measure, measure_kv, given=self.plan.given)
         plan, engine = self.plan, self.plan.engine
@@ -237,18 +240,23 @@ def _search(config: SearchConfig, clock: Clock, given: Given) -> SearchResult:
     warnings = _warnings(done, confirmed, prices.table)
     if config.max_kl is not None and divergence.mean_kl > config.max_kl:
         warnings = (f"the recipe measured {divergence.mean_kl:.4g} nats, above --max-kl {config.max_kl:g}: ask for less", *warnings)
-    validation = None
+    result = SearchResult(
+        recipe, path, done.run.path, plan, profile, prices, divergence, floor, confirmed, front, kv_front, clock.seconds, warnings,
+        exchanges, None if plan.engine.mixing == "free" else total_damage(free), trials,
+    )  # fmt: skip
+    _write(result)
     if config.validate:
         from autoq.api.validating import validate_on
 
         validation = validate_on(yardstick, recipe, path, config.validate, config.seed, clock)
-        recipe = validation.recipe
-    result = SearchResult(
-        recipe, path, done.run.path, plan, profile, prices, divergence, floor, confirmed, front, kv_front, clock.seconds, warnings,
-        exchanges, None if plan.engine.mixing == "free" else total_damage(free), trials, validation,
-    )  # fmt: skip
-    write_atomically(done.run.path / RESULT, json.dumps(result.findings.facts, indent=1) + "\n")
+        result = replace(result, recipe=validation.recipe, validation=validation)
+        _write(result)
     return result
+
+
+def _write(result: SearchResult) -> None:
+    """Put the figures beside the recipe."""
+    write_atomically(result.run / RESULT, json.dumps(result.findings.facts, indent=1) + "\n")
 
 
 def asked_json(config: SearchConfig) -> dict[str, Any]:

@@ -121,8 +121,6 @@ def _windows(recipe: Recipe, model: PreTrainedModel, source: load.ModelSource, g
         return given.eval_ids, GIVEN
     _, text = text_sources(recipe.provenance.profile_text, was.text if was else None)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
-    if given.model is not None and given.tokenizer is None:
-        source = load.model_source(source.name)
     return sequences(given.load_tokenizer(source), text, windows, min(tokens, limit)), text.name
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autoq import __version__
-from autoq.cli.output import complain
+from autoq.cli.output import complain, write_any_encoding
 from autoq.errors import AutoqError
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C
@@ -39,6 +39,7 @@ def root(
 def main() -> None:
     """Run the command line; one sentence and exit code 2 for a user's mistake, 1 for a failure."""
     debug = "--debug" in sys.argv
+    write_any_encoding()
     try:
         code = app(standalone_mode=False)
     except AutoqError as error:

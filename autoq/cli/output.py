@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,22 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from autoq.display.terminal import RichReporter
+
+
+PLAIN = {"█": "#", "±": "+-", "◆": "*", "◄": "<", "×": "x", "…": "..."}
+
+
+def write_any_encoding() -> None:
+    """Write plain characters where stdout and stderr cannot hold others, rather than fail after the work."""
+
+    def plain(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        return "".join(PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+    codecs.register_error("plain", plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
 
 
 def stdout() -> Console:

@@ -40,7 +40,7 @@ def sensitivity(result: HasDamage | HasFindings, fmt: str | None = None) -> go.F
     Args:
         fmt: the format shown first; by default the middle one of the weights'.
     """
-    found = result.damage_map if hasattr(result, "damage_map") else result.findings.damage_map
+    found = result.damage_map if hasattr(result, "damage_map") else _findings(result).damage_map
     weights, caches = found.formats(False), found.formats(True)
     formats = [*weights, *(f for f in caches if f not in weights)]
     if not formats:
@@ -86,14 +86,14 @@ def damage(result: HasFindings, side: str | None = None) -> go.Figure:
     Args:
         side: "weights" or "cache"; by default the one that was searched.
     """
-    facts = result.findings.facts
+    facts = _findings(result).facts
     asked = side or ("weights" if facts["front"] else "cache")
     if asked not in ("weights", "cache"):
         raise UserError(f"side {asked!r} is unknown: choose weights or cache")
     name, bits = ("front", "bits") if asked == "weights" else ("kv_front", "kv_bits")
     if not facts[name]:
         raise UserError(f"this search was not about the {asked}: it has no front of it")
-    figure, beside = go.Figure(), result.findings.other_side(asked)
+    figure, beside = go.Figure(), _findings(result).other_side(asked)
     rows = [{**p, "predicted_kl": p["predicted_kl"] + beside} for p in facts[name]]
     other = "cache" if asked == "weights" else "weights"
     _front_line(figure, rows, "front, predicted" + (f", with the result's {other}" if beside else ""))
@@ -113,6 +113,8 @@ def damage(result: HasFindings, side: str | None = None) -> go.Figure:
 
 def front(result: FrontResult) -> go.Figure:
     """Return the fronts of `autoq.front` or `result.front()`: predicted lines with their error bands, and what was measured."""
+    if not hasattr(result, "measured") or not hasattr(result, "kv"):
+        raise UserError(f"this figure is of what autoq.front or result.front() returns, not of a {type(result).__name__}")
     figure = go.Figure()
     for points, name, colour in ((result.weights, "weights", LINE), (result.kv, "cache", "#2a9d6f")):
         rows = [{"bits": p.bits, "predicted_kl": p.predicted_kl, "predicted_kl_stderr": p.stderr} for p in points]
@@ -130,7 +132,7 @@ def front(result: FrontResult) -> go.Figure:
 
 def predicted_measured(result: HasFindings) -> go.Figure:
     """Return predicted against measured KL of everything that was measured; on the dashed line both are the same."""
-    rows = [r for r in result.findings.facts["confirmed"] if r["predicted_kl"] > 0 and r["measured_kl"] > 0]
+    rows = [r for r in _findings(result).facts["confirmed"] if r["predicted_kl"] > 0 and r["measured_kl"] > 0]
     figure = go.Figure()
     if rows:
         values = [r[k] for r in rows for k in ("predicted_kl", "measured_kl")]
@@ -151,7 +153,7 @@ def predicted_measured(result: HasFindings) -> go.Figure:
 
 def recipe(result: Recipe | HasFindings) -> go.Figure:
     """Return the bits of every weight unit, key and value, layer by layer, with the format's name on hover."""
-    its = result if isinstance(result, Recipe) else result.findings.recipe
+    its = result if isinstance(result, Recipe) else _findings(result).recipe
     cells = [(e.role, e.layer, e.format, e.bits) for e in its.weights.values()]
     for layer in its.kv:
         cells += [(role, layer.layer, e.format, e.bits) for role, e in (("K", layer.key), ("V", layer.value))]
@@ -184,7 +186,7 @@ def recipe(result: Recipe | HasFindings) -> go.Figure:
 
 def cache_formats(result: Recipe | HasFindings) -> go.Figure:
     """Return the K and V format of every layer, as bars of bits per cached value coloured by format."""
-    its = result if isinstance(result, Recipe) else result.findings.recipe
+    its = result if isinstance(result, Recipe) else _findings(result).recipe
     if not its.kv:
         raise UserError("this recipe has no caches")
     figure = go.Figure()
@@ -210,7 +212,7 @@ def cache_formats(result: Recipe | HasFindings) -> go.Figure:
 
 def memory(result: HasFindings) -> go.Figure:
     """Return weight and KV cache bytes over the context length, as the recipe stores them and in 16 bit."""
-    found = result.findings
+    found = _findings(result)
     rows, parameters = found.facts.get("context") or [], found.recipe.model.parameters
     if not rows:
         raise UserError("this recipe has no caches, or was searched with an older version")
@@ -238,14 +240,22 @@ def history(result: HasFindings) -> go.Figure:
     """Return Optuna's optimization history of the search's trials, in nats of KL per token."""
     from autoq.trials import plots
 
-    return _styled(plots.history(*_study(result.findings)), "Trials", "trial", KL_AXIS)
+    return _styled(plots.history(*_study(_findings(result))), "Trials", "trial", KL_AXIS)
 
 
 def importances(result: HasFindings) -> go.Figure:
     """Return Optuna's importances of the multipliers by role and third of the depth."""
     from autoq.trials import plots
 
-    return _styled(plots.importances(*_study(result.findings)), "What mattered in the trials", "importance (PED-ANOVA)", "")
+    return _styled(plots.importances(*_study(_findings(result))), "What mattered in the trials", "importance (PED-ANOVA)", "")
+
+
+def _findings(result: HasFindings) -> Findings:
+    """Return a result's figures; raises UserError for what is no result of a search."""
+    found = getattr(result, "findings", None)
+    if not isinstance(found, Findings):
+        raise UserError(f"this figure is of what autoq.search returns or autoq.load_run reads, not of a {type(result).__name__}")
+    return found
 
 
 def _study(found: Findings) -> tuple[str, str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from autoq.errors import UserError
 from autoq.exporters.consumer import Consumer
 from autoq.exporters.subject import Subject
-from autoq.model.load import model_source
+from autoq.model.load import LOADED, model_source
 
 _TEXT = '''"""Generate with {model} under an autoq recipe: weights as they decode, K and V in a packed cache."""
 
@@ -18,7 +18,7 @@ from autoq import api
 from autoq.model.packed_cache import QuantizedKVCache
 from autoq.recipe import read_recipe
 
-MODEL = {path!r}
+MODEL = {path!r}{remark}
 RECIPE = {recipe!r}
 
 
@@ -45,10 +45,16 @@ def write(subject: Subject) -> dict[str, str]:
     """Return generate.py."""
     if subject.recipe is None:
         raise UserError("the file for transformers loads the recipe: write it first")
-    source = model_source(subject.model)
-    path = str(Path(source.path).resolve()) if Path(source.path).exists() else source.path
-    gguf = f", gguf_file={source.gguf!r}" if source.gguf else ""
-    text = _TEXT.format(model=subject.model, path=path, recipe=str(subject.recipe.resolve()), dtype=subject.dtype, gguf=gguf)
+    if subject.model.startswith(LOADED):
+        path, gguf = f"path/to/{subject.model.removeprefix(LOADED)}", ""
+        remark = "  # the model was in memory: say where it is"
+    else:
+        source, remark = model_source(subject.model), ""
+        path = str(Path(source.path).resolve()) if Path(source.path).exists() else source.path
+        gguf = f", gguf_file={source.gguf!r}" if source.gguf else ""
+    text = _TEXT.format(
+        model=subject.model, path=path, remark=remark, recipe=str(subject.recipe.resolve()), dtype=subject.dtype, gguf=gguf
+    )
     return {"generate.py": text}
 
 

@@ -12,6 +12,7 @@ import torch
 
 from autoq.errors import UserError
 from autoq.model import load
+from autoq.model.quantized import is_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ class Given:
             config = load.load_config(source)
             return config, load.empty_model(config)
         load.check_config(self.model.config, source)
+        check_class(self.model)
         return self.model.config, self.model
 
     def load_model(self, source: load.ModelSource, device: str, dtype: str) -> PreTrainedModel:
@@ -49,8 +51,19 @@ class Given:
         return load.load_model(source, device, dtype) if self.model is None else self.model
 
     def load_tokenizer(self, source: load.ModelSource) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, loaded if need be."""
-        return load.load_tokenizer(source) if self.tokenizer is None else self.tokenizer
+        """Return the tokenizer, loaded if need be; raises UserError where it is not there."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        if self.model is None:
+            return load.load_tokenizer(source)
+        if source.name.startswith(load.LOADED):  # nothing that a hub should be asked for
+            raise UserError("the model does not say where it was loaded from: give its tokenizer, or batches of token ids")
+        try:
+            return load.load_tokenizer(load.model_source(source.name))
+        except UserError as error:
+            raise UserError(
+                f"the model was loaded from {source.name!r}, and its tokenizer is not there: give it, or batches of token ids ({error})"
+            ) from error
 
 
 def shapes_of(model: PreTrainedModel | str) -> tuple[load.ModelSource, PreTrainedConfig, PreTrainedModel]:
@@ -58,17 +71,32 @@ def shapes_of(model: PreTrainedModel | str) -> tuple[load.ModelSource, PreTraine
     if isinstance(model, str):
         source, given = load.model_source(model), Given()
     else:
-        name = name_of(model)
-        source, given = load.ModelSource(name, name), Given(model)
+        source, given = source_of(model), Given(model)
     return (source, *given.shapes(source))
 
 
+def check_class(model: PreTrainedModel) -> None:
+    """Raise UserError for a loaded model that predicts no next token."""
+    name = type(model).__name__
+    if name.endswith("ForMaskedLM"):
+        raise UserError(f"{name} is not a causal language model: autoq searches decoder-only language models")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None or getattr(head, "weight", None) is None:
+        raise UserError(f"{name} has no output embedding to predict tokens with: load the model with AutoModelForCausalLM")
+
+
 def name_of(model: PreTrainedModel) -> str:
-    """Return where a loaded model came from, as `--model` takes it, or its class where it does not say."""
+    """Return where a loaded model came from, as `--model` takes it, or its class after "loaded:" where it does not say."""
     path = str(getattr(model.config, "name_or_path", "") or "")
     if not path:
-        return type(model).__name__
+        return load.LOADED + type(model).__name__
     return load.DEMO if Path(path) == load.DEMO_FOLDER else path
+
+
+def source_of(model: PreTrainedModel) -> load.ModelSource:
+    """Return where a loaded model is from, as far as it says."""
+    name = name_of(model)
+    return load.ModelSource(name, name)
 
 
 def dtype_of(model: PreTrainedModel) -> str:
@@ -83,31 +111,38 @@ def dtype_of(model: PreTrainedModel) -> str:
 def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
     """Evaluate a caller's model; its training modes, gradients and settings are back afterwards, also after an interrupt.
 
-    Raises UserError for a model without values.
+    Raises UserError for a model without values, one made in inference mode, or one that a recipe is applied to.
     """
     if model is None:
         yield
         return
     if any(p.is_meta for p in model.parameters()):
         raise UserError("the model has tensors on the meta device, without values: load its weights first")
+    if any(p.is_inference() for p in model.parameters()):
+        raise UserError("the model was made within torch.inference_mode, and has no gradients: load it outside of that")
+    if is_quantized(model):
+        raise UserError("the model is inside `with autoq.quantized(...)`: leave the block first, or load the model once more")
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
-    use_cache = getattr(model.config, "use_cache", None)
+    settings = vars(model.config)
+    use_cache = {"use_cache": settings["use_cache"]} if "use_cache" in settings else {}
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         model.config.use_cache = False
         model.eval()
-        with torch.enable_grad():  # a caller may be inside no_grad
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is inside of
             yield
     finally:
-        model.config.use_cache = use_cache
+        settings.pop("use_cache", None)
+        settings.update(use_cache)
         for module, mode in modes:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
+@torch.inference_mode(False)
 def token_ids(batches: Any, what: str) -> torch.Tensor:
     """Return batches of token ids as one int64 tensor [sequences, tokens].
 
@@ -139,20 +174,31 @@ def _each(batches: Any, what: str) -> Iterable[Any]:
     return batches
 
 
+def _is_full(mask: Any) -> bool:
+    try:
+        return bool(torch.as_tensor(mask).all())
+    except (TypeError, ValueError, RuntimeError):  # ragged, words
+        return False
+
+
 def _ids(batch: Any, what: str) -> torch.Tensor:
     if hasattr(batch, "keys"):
         if "input_ids" not in batch:
             raise UserError(f"{what} has a batch without 'input_ids', but {', '.join(map(str, list(batch.keys())[:5]))}")
         mask = batch.get("attention_mask")
-        if mask is not None and not bool(torch.as_tensor(mask).all()):
-            raise UserError(f"{what} has padding: pack text into full sequences")
+        if mask is not None and not _is_full(mask):
+            raise UserError(f"{what} has padding, or an attention mask that is none: pack text into full sequences")
         batch = batch["input_ids"]
     try:
         ids = torch.as_tensor(batch)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{what} has a batch that is no tensor of token ids: {type(batch).__name__} ({error})") from error
+    if ids.is_meta or ids.is_nested or ids.layout != torch.strided:
+        kind = "on the meta device" if ids.is_meta else "nested" if ids.is_nested else "sparse"
+        raise UserError(f"{what} has a batch that is {kind}: give dense token ids [sequences, tokens]")
     if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"{what} must be whole numbers [sequences, tokens], not {ids.dtype} {list(ids.shape)}")
+    ids = ids.to("cpu", torch.int64)
     if ids.numel() and int(ids.min()) < 0:
         raise UserError(f"{what} has the negative token id {int(ids.min())}")
-    return ids.to("cpu", torch.int64)
+    return ids

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO = "demo"
+LOADED = "loaded:"  # before the class of a model that does not say where it is from
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,6 +34,8 @@ class ModelSource:
     @property
     def short_name(self) -> str:
         """A name for folders."""
+        if self.name.startswith(LOADED):
+            return self.name.removeprefix(LOADED)
         return Path(self.gguf or self.name).stem if self.gguf else Path(self.name).name or self.name
 
     def arguments(self) -> dict[str, Any]:
@@ -43,6 +46,10 @@ def model_source(name: str) -> ModelSource:
     """Resolve `--model`; raises UserError for a path that does not exist or is no model."""
     if name == DEMO:
         return ModelSource(DEMO, str(DEMO_FOLDER))
+    if name.startswith(LOADED):
+        raise UserError(
+            f"the model was in memory ({name.removeprefix(LOADED)}), and did not say where it is from: give it, or say where it is, with --model"
+        )
     path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():

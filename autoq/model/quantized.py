@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -68,6 +69,14 @@ class DecodedWeights:
             self.bytes -= dropped.numel() * dropped.element_size()
 
 
+_CHANGED = WeakSet[PreTrainedModel]()
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """True while a block runs with other weights, keys or values in place of the model's own."""
+    return model in _CHANGED
+
+
 @contextmanager
 def quantized(
     model: PreTrainedModel, units: ModelUnits, assignment: Assignment, decoded: DecodedWeights | None = None
@@ -83,6 +92,9 @@ def quantized(
     kept: dict[torch.nn.Parameter, torch.Tensor] = {}
     with ExitStack() as stack:
         stack.callback(_restore, kept)
+        if model not in _CHANGED:
+            stack.callback(_CHANGED.discard, model)
+            _CHANGED.add(model)
         for unit in units.weights:
             fmt = assignment.weights.get(unit.name)
             if fmt is None or fmt.is_original:

@@ -18,6 +18,7 @@ from autoq.model.unit import Layout, LeftOut, ModelUnits, Unit, WeightTensor
 # Names under one parent that serving engines fuse into one matrix, hence one format.
 TIED_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qkv", ("q_proj", "k_proj", "v_proj")),
+    ("qkv", ("query", "key", "value")),
     ("gate_up", ("gate_proj", "up_proj")),
     ("w1_w3", ("w1", "w3")),
     ("q_a_kv_a", ("q_a_proj", "kv_a_proj_with_mqa")),
@@ -70,6 +71,8 @@ def _candidates(model: PreTrainedModel, include: tuple[str, ...]) -> Iterator[tu
     """Yield (tensor, parameter, reason to leave it out or None) for every weight matrix of the model."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
+        if "weight" not in module._parameters and isinstance(module, (torch.nn.Linear, Conv1D)):
+            continue  # computed from other parameters in every pass
         if isinstance(module, torch.nn.Linear):
             reason = None
             if module is head and "lm_head" not in include:
@@ -108,6 +111,8 @@ def _left_out_reason(model: PreTrainedModel, name: str, parameter: torch.nn.Para
     embedding = model.get_input_embeddings()
     if embedding is not None and any(parameter is p for p in embedding.parameters()):
         return "embeddings"
+    if ".parametrizations." in name or name.endswith((".weight_g", ".weight_v")):
+        return "parametrized layers"
     if parameter.dim() <= 1:
         return "biases" if name.endswith("bias") else "norms"
     if _ROUTERS.search(name.rpartition(".")[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -231,12 +232,18 @@ def test_it_tells_how_to_serve_the_recipe(opened: Opened) -> None:
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, report: Path) -> None:
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "recipe.yaml").write_bytes((report.parent / "recipe.yaml").read_bytes())
+    os.mkfifo(odd / "result.json")
     for arguments, says in (
         (("report", str(tmp_path)), "holds no recipe.yaml"),
         (("report", str(tmp_path / "x")), "there is no run folder"),
         (("report", str(report.parent), "--out", str(tmp_path)), "is a folder"),
         (("report", str(report.parent), "--out", "/dev/null/x.html"), "cannot be made"),
         (("report",), "there is no recipe in 'runs'"),
+        (("report", str(report.parent), "--model", "./nothing"), "there is no model folder './nothing'"),
+        (("report", str(odd)), "is no regular file"),
     ):
         done = run_autoq(*arguments, cwd=tmp_path)
         assert done.returncode == 2, done.stderr

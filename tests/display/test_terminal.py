@@ -149,3 +149,14 @@ def test_narrow_terminals_get_fewer_columns_and_no_cut_format() -> None:
         lines = drawn(table, width)
         assert max(map(len, lines)) <= width
         assert any("int4_g32_asym_lsq" in line for line in lines)
+
+
+def test_an_encoding_without_the_characters_gets_plain_ones(demo_search: dict[str, Any]) -> None:
+    """LC_ALL=C and old consoles: after the work it is too late to fail."""
+    done = subprocess.run(
+        [sys.executable, "-m", "autoq", "front", "run"], env={**os.environ, "PYTHONIOENCODING": "ascii"}, cwd=demo_search["cwd"], capture_output=True, check=True
+    )  # fmt: skip
+    text = done.stdout.decode("ascii")
+    assert "####" in text
+    assert "* knee" in text
+    assert "?" not in text

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from autoq.errors import UserError
 from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure import damage
-from autoq.measure import profile as profiles
+from autoq.measure import profiling as profiles
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import Predictor, correction_factors, damage_table, disagreeing_cells
-from autoq.measure.profile import FILE, Fingerprint, Profile, UniformKL, make_profile
+from autoq.measure.profile import FILE, Fingerprint, Profile, UniformKL
+from autoq.measure.profiling import make_profile
 from autoq.model.units import find_units
 
 WEIGHTS = tuple(weight_format(n) for n in ("nvfp4", "int4_g32_asym", "mxfp4"))

@@ -1,0 +1,67 @@
+"""Arguments of `import autoq` of the wrong kind: one sentence that names them, before anything happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import autoq
+from autoq.model.given import token_ids
+from tests.test_verbs import BATCHES, QUICK
+
+PYTHON: Any = autoq  # as a notebook has it, which no type checker reads
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.int32, np.uint8])
+def test_token_ids_of_any_whole_type(kind: type) -> None:
+    assert torch.equal(token_ids(BATCHES.numpy().astype(kind), "text"), BATCHES)
+    assert torch.equal(token_ids(torch.from_numpy(BATCHES.numpy().astype(kind)), "text"), BATCHES)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: PYTHON.load_model(5), "name is 5, but must be text"),
+    (lambda: PYTHON.front(5), "run is 5, but must be a path or what a search or a profile returned"),
+    (lambda: PYTHON.memory([]), "model is a list, but must be a name"),
+    (lambda: PYTHON.memory("demo", context=[]), "at least one context"),
+    (lambda: PYTHON.memory("demo", context=1.5), "context is 1.5, but must be a whole number or text"),
+    (lambda: PYTHON.memory("demo", batch="8"), "batch is '8', but must be a whole number"),
+    (lambda: PYTHON.check(5), "recipe is 5, but must be a path or a recipe or what a search returned"),
+    (lambda: PYTHON.export({}, "vllm"), "recipe is a dict"),
+    (lambda: PYTHON.read_recipe(5), "path is 5, but must be a path"),
+    (lambda: PYTHON.load_run(None), "run is None, but must be a path"),
+    (lambda: PYTHON.report(5), "result is 5, but must be a path or what a search returned"),
+    (lambda: PYTHON.retrieval("x", lengths=64), "lengths is 64, but must be a list of whole numbers"),
+    (lambda: PYTHON.retrieval("x", text="words"), "text is a str: give the model's tokenizer"),
+    (lambda: PYTHON.plots.damage("run"), "this figure is of what autoq.search returns or autoq.load_run reads, not of a str"),
+    (lambda: PYTHON.plots.sensitivity(5), "not of a int"),
+    (lambda: PYTHON.plots.front("run"), "what autoq.front or result.front() returns, not of a str"),
+    (lambda: PYTHON.plots.cache_formats(None), "not of a NoneType"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), WRONG, ids=[says[:30] for _, says in WRONG])
+def test_arguments_of_the_wrong_kind_are_named_everywhere(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(autoq.UserError) as error:
+        call()
+    assert says in str(error.value)
+
+
+def test_fronts_of_what_a_search_returned(llama: PreTrainedModel, here: Path) -> None:
+    result = PYTHON.search(llama, BATCHES, budget=np.float64(5), seed=np.int64(0), **QUICK)
+    assert [round(p.bits) for p in PYTHON.front(result, [3, 5]).weights] == [3, 5]
+    for wrong, says in (
+        (["a"], "budgets is a list"),
+        ([float("nan")], "budgets is a list"),
+        (5, "budgets is 5"),
+        ([-1], "a budget of -1 bits"),
+    ):
+        with pytest.raises(autoq.UserError, match=says):
+            result.front(wrong)
+    with pytest.raises(autoq.UserError, match="measure is 5, but must be a list of numbers"):
+        result.front(measure=5)
