@@ -99,9 +99,10 @@ def _with_options(own: inspect.Signature, options: type) -> inspect.Signature:
     hints, defaults = options.__annotations__, SearchConfig()
     for base in options.__mro__[1:]:
         hints = {**getattr(base, "__annotations__", {}), **hints}
+    shown = {name: getattr(hint, "__forward_arg__", hint) for name, hint in hints.items()}  # as they are written here
     listed = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     listed += [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, n), annotation=a) for n, a in hints.items()
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, n), annotation=a) for n, a in shown.items()
     ]
     return own.replace(parameters=listed)
 

@@ -60,7 +60,7 @@ def profile(
         text: a tokenizer, or batches of token ids [sequences, tokens], full and without padding (tensors, lists, or mappings with
             "input_ids"), or a text file or dataset; by default Python's own documentation.
         progress: bars, or an object that takes them.
-        options: as `autoq profile` has them.
+        options: as `autoq profile` has them; its --help explains each.
 
     Raises UserError for a mistake in what was asked.
     """
@@ -81,7 +81,8 @@ def search(
         eval: text or batches to measure on, never what is profiled. With `text` in batches it is needed, in batches too; with trials or
             max_kl its first half is for those, and the result is measured on the other.
         progress: as in `profile`.
-        options: as `autoq search` has them: budget="4.5bits", kv_budget="6bits", memory="24GiB", context="32k", trials=60 ...
+        options: as `autoq search` has them: budget="4.5bits", kv_budget="6bits", memory="24GiB", context="32k", trials=60 ...; its --help explains
+            each.
 
     Raises UserError for a mistake in what was asked, such as a budget that cannot be met.
     """

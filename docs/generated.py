@@ -56,6 +56,28 @@ def _text(parameter: Any) -> str:
     )
 
 
+def options(name: str) -> str:
+    """Return the options of one of Python's verbs: types and defaults from its signature, what they are from the command's help."""
+    import inspect
+
+    import typer.main
+
+    import autoq
+    from autoq.arguments import ProfileOptions
+    from autoq.cli import app
+
+    helps = {p.name: _text(p) for p in typer.main.get_command(app).commands["search"].params}  # type: ignore[attr-defined]
+    profiles = set(ProfileOptions.__annotations__)
+    lines = ["| option | default | what |", "|---|---|---|"]
+    for option, parameter in inspect.signature(getattr(autoq, name)).parameters.items():
+        if option in helps and option != "model":
+            what = re.sub(r"--([a-z][a-z-]*)", lambda m: f"`{m[1].replace('-', '_')}`", helps[option])
+            star = "" if option in profiles else " *"
+            kind = str(parameter.annotation).replace("|", "\\|")
+            lines.append(f"| `{option}`{star} | `{parameter.default!r}` | {what} (`{kind}`) |")
+    return "\n".join(lines)
+
+
 def consumer(name: str) -> str:
     """Return what a consumer computes and how it mixes caches, from its exporter."""
     from autoq.exporters.consumers import CONSUMERS
@@ -125,6 +147,7 @@ def readme(name: str) -> str:
 GENERATORS: dict[str, Callable[[str], str]] = {
     "command": command,
     "consumer": consumer,
+    "options": options,
     "formats": formats,
     "schema": schema,
     "readme": readme,

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """What is wrong with a recipe, in words; nothing if it can be used. checks: what was looked at."""
+    """What a check found.
+
+    Attributes:
+        problems: what is wrong with the recipe, in words; empty if it can be used.
+        checks: what was looked at.
+    """
 
     problems: tuple[str, ...]
     checks: tuple[str, ...]

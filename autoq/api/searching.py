@@ -113,7 +113,9 @@ class SearchResult:
         """Return the least predicted damage at every budget, and measure recipes where asked.
 
         Args:
-            budgets: bits per value to solve each side at. measure, measure_kv: bits per weight, and per cached value, at which to measure.
+            budgets: bits per value to solve each side at.
+            measure: bits per weight at which to measure a recipe.
+            measure_kv: bits per cached value at which to measure one.
         """
         for name, given in (("budgets", budgets), ("measure", measure), ("measure_kv", measure_kv)):
             check_kind(name, given, None)

@@ -23,8 +23,10 @@ class Findings:
     """A recipe with its figures.
 
     Attributes:
-        facts: what result.json holds: what `autoq search --json` prints, and the damage of every cell. run: the folder. storage: of its trials, with a password if it
-            has one; by default as `facts` names it.
+        recipe: the recipe.
+        facts: what result.json holds: what `autoq search --json` prints, and the damage of every cell.
+        run: the folder.
+        storage: of its trials, with a password if it has one; by default as `facts` names it.
     """
 
     recipe: Recipe
