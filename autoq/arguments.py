@@ -112,7 +112,10 @@ def python_words() -> Iterator[None]:
     """Name options as Python does in the errors of what is shared with the command line; commands in backticks stay."""
     try:
         yield
-    except ExportRefusedError:
+    except ExportRefusedError as error:
+        error.args = (
+            re.sub(r"--(round|consumer) ([\w.-]+)", lambda m: f'{"rounding" if m[1] == "round" else m[1]}="{m[2]}"', str(error)),
+        )
         raise
     except UserError as error:
         parts = str(error).split("`")

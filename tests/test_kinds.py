@@ -40,7 +40,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PYTHON.retrieval("x", text="words"), "text is a str: give the model's tokenizer"),
     (lambda: PYTHON.plots.damage("run"), "this figure is of what autoq.search returns or autoq.load_run reads, not of a str"),
     (lambda: PYTHON.plots.sensitivity(5), "not of a int"),
-    (lambda: PYTHON.plots.front("run"), "what autoq.front or result.front() returns, not of a str"),
+    (lambda: PYTHON.plots.front("run"), "what autoq.front, result.front() or a search returns, not of a str"),
     (lambda: PYTHON.plots.cache_formats(None), "not of a NoneType"),
 ]
 

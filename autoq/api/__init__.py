@@ -18,7 +18,7 @@ from autoq.api.recipe import Recipe, read_recipe
 from autoq.api.reporting import load_run, report
 from autoq.api.retrieving import Retrieval, retrieval
 from autoq.api.searching import SearchResult, search
-from autoq.api.showing import find_recipe, show
+from autoq.api.showing import find_profile, find_recipe, show
 from autoq.api.tradeoffs import measure_front, search_front
 from autoq.api.working import Worked, worker
 from autoq.display.findings import Findings, HasFindings
@@ -52,6 +52,7 @@ __all__ = [
     "doctor",
     "export",
     "export_all",
+    "find_profile",
     "find_recipe",
     "front",
     "import_recipe",

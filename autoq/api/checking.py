@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checked:
     """What a check found.
 
@@ -43,6 +43,9 @@ class Checked:
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq check --json` prints."""
         return {"passed": not self.problems, "problems": list(self.problems), "checks": list(self.checks)}
+
+    def __repr__(self) -> str:
+        return "\n".join(self.problems) if self.problems else f"passed: {', '.join(self.checks)}"
 
 
 def check(

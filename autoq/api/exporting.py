@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from autoq import recipe as recipes
 from autoq.api.applying import check_names
+from autoq.cost.engines import ENGINES, loads
 from autoq.errors import AutoqError, UserError, unknown
 from autoq.exporters.consumer import ROUNDS, Consumer, same_numbers
 from autoq.exporters.consumers import CONSUMERS, consumer_of
 from autoq.exporters.fitting import Loss, fit
 from autoq.exporters.limits import priced_tokens
 from autoq.exporters.subject import KV_ORIGINAL, Subject, bare_subject
+from autoq.formats.catalog import WEIGHT_FORMATS
 from autoq.formats.format import KVFormat
 from autoq.model.given import shapes_of
 from autoq.model.units import find_units
@@ -28,7 +31,7 @@ REPORT = "export.json"
 ALL = "all"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExportReport:
     """What an export wrote, and what it could not say.
 
@@ -66,6 +69,22 @@ class ExportReport:
             "bits": self.bits, "bits_whole_model": self.bits_whole_model, "kv_bits": self.kv_bits,
             "recipe_bits": self.recipe_bits, "recipe_kv_bits": self.recipe_kv_bits,
         }  # fmt: skip
+
+    def __repr__(self) -> str:
+        from autoq.display.exports import export_view
+        from autoq.display.text import as_text
+
+        return as_text(export_view(self))
+
+
+class ExportReports(list[ExportReport]):
+    """What was written for every consumer; shown as one table."""
+
+    def __repr__(self) -> str:
+        from autoq.display.exports import export_table
+        from autoq.display.text import as_text
+
+        return as_text(export_table(self))
 
 
 class ExportRefusedError(UserError):
@@ -106,13 +125,13 @@ def export_all(
     out: Path | str | None = None,
     rounding: str = "none",
     model: PreTrainedModel | str | None = None,
-) -> list[ExportReport]:
+) -> ExportReports:
     """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
     allowed = _round(rounding)
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"--out {str(out)!r} cannot be made: it is no folder")
     subject = _subject(recipe, model)
-    found = []
+    found = ExportReports()
     for name, consumer in CONSUMERS.items():
         folder = _folder(subject, name, Path(out) / name if out is not None else None)
         try:
@@ -184,10 +203,18 @@ def _report(subject: Subject, consumer: Consumer) -> tuple[ExportReport, Subject
     fitted, losses = fit(subject, consumer)
     cost, (kv_bits, kv_values) = fitted.weight_cost(consumer.overhead), fitted.kv_cost()
     report = ExportReport(
-        consumer.name, consumer.what, (), None, tuple(losses), consumer.notes, cost.effective, cost.whole_model,
+        consumer.name, consumer.what, (), None, tuple(losses), (*consumer.notes, *_not_loaded(consumer, fitted)), cost.effective, cost.whole_model,
         kv_bits / max(1, kv_values), subject.weight_cost().effective, subject.kv_cost()[0] / max(1, kv_values),
     )  # fmt: skip
     return report, fitted
+
+
+def _not_loaded(consumer: Consumer, subject: Subject) -> Iterator[str]:
+    """Say which formats an engine would not load from the checkpoint that the consumer makes."""
+    formats = {layer.format for layer in subject.layers if not layer.format.is_original}
+    for name in consumer.engines:
+        if lacking := sorted({f.name for f in formats if not loads(ENGINES[name], f, WEIGHT_FORMATS)}):
+            yield f"{name} loads no weights in {', '.join(lacking)}: search with --engine {name} as well if it is to serve this"
 
 
 def _export(subject: Subject, consumer: Consumer, folder: Path, allowed: int) -> ExportReport:
@@ -204,11 +231,20 @@ def _export(subject: Subject, consumer: Consumer, folder: Path, allowed: int) ->
 
 
 def _refusal(consumer: Consumer, losses: list[Loss]) -> str:
-    first = losses[0]
     needed = max((loss.needs for loss in losses), key=ROUNDS.index)
-    more = f" and {len(losses) - 1} more" if len(losses) > 1 else ""
+    first = next(loss for loss in losses if loss.needs == needed)
+    same = sum(loss.why == first.why for loss in losses) - 1
+    more = f" and {same} more" if same else ""
+    if others := len(losses) - same - 1:
+        picked = sum(loss.needs == "scales" for loss in losses if loss.why != first.why)
+        more_words = (
+            f"{picked} more in formats whose scales it picks in its own way"
+            if picked == others
+            else f"{others} more differ otherwise"
+        )
+        more += f"; {more_words}"
     effect = "lets it pick its own scales" if needed == "scales" else "takes the next better format it has"
-    return f"{first.why} ({first.what}: {first.wanted}{more}): --round {needed} {effect}, or search for it with --consumer {consumer.name}"
+    return f"{first.why} ({first.what}{more}): --round {needed} {effect}, or search for it with --consumer {consumer.name}"
 
 
 def _check(consumer: Consumer, subject: Subject, files: dict[str, str]) -> None:

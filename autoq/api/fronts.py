@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ from autoq.model import load
 from autoq.model.given import Given
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
-from autoq.run_folder import RunFolder
+from autoq.recipe import read_recipe
+from autoq.run_folder import RECIPE, RunFolder
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -74,6 +75,8 @@ class FrontResult:
         context: tokens at which the cache is counted.
         measured: points that were measured, by bytes.
         trials: of a study with several objectives, or None.
+        notes: what to know of the prediction, in words.
+        chosen: bits per weight and per cached value of the run's recipe, or None.
     """
 
     run: Path
@@ -83,6 +86,8 @@ class FrontResult:
     context: int = 0
     measured: tuple[MeasuredPoint, ...] = ()
     trials: TrialsReport | None = None
+    notes: tuple[str, ...] = ()
+    chosen: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -93,6 +98,7 @@ class FrontResult:
             "total": [{**asdict(p), "is_knee": i in total_knees(self.total)} for i, p in enumerate(self.total)],
             "measured": [{**p.to_json(), "is_knee": i in measured_knees(self.measured)} for i, p in enumerate(self.measured)],
             "trials": None if self.trials is None else self.trials.to_json(),
+            "notes": list(self.notes),
         }
 
     def plot(self) -> Figure:
@@ -176,7 +182,27 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
     measured_on = max((found.sequences for found in profile.uniform_kl.values()), default=0)
     factors = correction_factors(profile, units, measured_on) if measured_on else {}
     predictor = Predictor(profile, units, factors=factors)
-    return predicted_fronts(run, units, candidates, predictor.whole, config.context, budgets, error=predictor.error)
+    found = predicted_fronts(run, units, candidates, predictor.whole, config.context, budgets, error=predictor.error)
+    return replace(found, notes=_uncorrected(found, factors), chosen=_chosen(run))
+
+
+def _uncorrected(front: FrontResult, factors: Mapping[str, float]) -> tuple[str, ...]:
+    """Say which side's formats are predicted alone: no search has measured them uniformly in this run."""
+    kinds = {key.split("/")[0] for key in factors}
+    sides = (("weights", "--budget 4.5bits", "weight", front.weights), ("cache", "--kv-budget 6bits", "key", front.kv))
+    return tuple(
+        f"no uniform format was measured to correct the prediction of the {name}: `autoq search --run {front.run} {option}` does that"
+        for name, option, kind, points in sides
+        if points and kind not in kinds
+    )
+
+
+def _chosen(run: Path) -> tuple[float, float] | None:
+    try:
+        totals = read_recipe(run / RECIPE).totals
+    except UserError:  # none yet
+        return None
+    return totals.bits, totals.kv_bits
 
 
 def predicted_fronts(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Imported:
     """A recipe made of another tool's file.
 
@@ -54,6 +54,12 @@ class Imported:
             **self.recipe.totals.model_dump(),
             "notes": list(self.notes),
         }
+
+    def __repr__(self) -> str:
+        from autoq.display.exports import import_view
+        from autoq.display.text import as_text
+
+        return as_text(import_view(self))
 
 
 def import_recipe(

@@ -48,7 +48,7 @@ class Kernel:
     state: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Installation:
     """What `autoq doctor` found.
 
@@ -90,6 +90,12 @@ class Installation:
 
     def _repr_html_(self) -> str:
         return doctor_html(self.to_json())
+
+    def __repr__(self) -> str:
+        from autoq.display.doctor import doctor_view
+        from autoq.display.text import as_text
+
+        return as_text(doctor_view(self))
 
 
 def doctor() -> Installation:

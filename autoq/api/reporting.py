@@ -107,7 +107,8 @@ def _serving(found: Findings, model: PreTrainedModel | str | None) -> tuple[list
     rows = []
     for one, files in written:
         lost = "" if not one.losses else summary(one)
-        rounding = "" if not one.losses else " --round " + ("up" if any(loss.needs == "up" for loss in one.losses) else "scales")
-        command = f"autoq export {found.run} --to {one.consumer}{rounding}"
-        rows.append(Serving(one.consumer, one.what, one.bits, one.kv_bits, lost, one.refused, command, files))
+        rounding = "" if not one.losses else "up" if any(loss.needs == "up" for loss in one.losses) else "scales"
+        rounded = {"": "", "up": "rounded up", "scales": "with its own scales"}[rounding]
+        command = f"autoq export {found.run} --to {one.consumer}{' --round ' + rounding if rounding else ''}"
+        rows.append(Serving(one.consumer, one.what, one.bits, one.kv_bits, rounded, lost, one.refused, command, files))
     return rows, ""

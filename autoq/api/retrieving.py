@@ -16,7 +16,7 @@ from autoq.model.given import Given, borrowed
 from autoq.recipe import read_recipe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Retrieval:
     """What was found; rows by kind, length and depth."""
 
@@ -27,6 +27,12 @@ class Retrieval:
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq retrieval --json` prints."""
         return {"recipe": str(self.recipe_path), "rows": [asdict(r) for r in self.rows], "seconds": self.seconds}
+
+    def __repr__(self) -> str:
+        from autoq.display.checks import retrieval_table
+        from autoq.display.text import as_text
+
+        return as_text(retrieval_table(self))
 
 
 def retrieval(

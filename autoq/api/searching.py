@@ -121,11 +121,12 @@ class SearchResult:
             check_kind(name, given, None)
         if measure or measure_kv:
             return measure_front(self.run, budgets, measure, measure_kv, given=self.plan.given)
-        plan, engine = self.plan, self.plan.engine
-        return predicted_fronts(
+        plan, engine, totals = self.plan, self.plan.engine, self.recipe.totals
+        found = predicted_fronts(
             self.run, plan.units, plan.candidates, self.prices.table, plan.budgets.context, budgets, plan.budgets.batch,
             lambda problem: solve_for_engine(problem, plan.units, engine), self.prices.predictor(self.profile, plan.units).error,
         )  # fmt: skip
+        return replace(found, chosen=(totals.bits, totals.kv_bits))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the report, one HTML file, and return where: by default report.html in the run folder."""

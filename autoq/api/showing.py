@@ -7,21 +7,31 @@ from typing import Any
 
 from autoq import recipe as recipes
 from autoq.errors import UserError
-from autoq.run_folder import RECIPE
+from autoq.measure.profile import FILE
+from autoq.run_folder import RECIPE, RUNS
 
 
 def find_recipe(path: Path | None) -> Path:
     """Return the recipe file behind a path: the file itself, the one in a run folder, or that of the newest run."""
     if path is None:
-        found = sorted(Path("runs").glob(f"*/{RECIPE}"), key=lambda p: p.stat().st_mtime)
-        if not found:
-            raise UserError("there is no recipe in 'runs': name a recipe file or a run folder")
-        return found[-1]
+        return _newest(RECIPE, "there is no recipe in 'runs': name a recipe file or a run folder")
     if path.is_dir():
         if not (path / RECIPE).is_file():
             raise UserError(f"the folder {str(path)!r} holds no {RECIPE}")
         return path / RECIPE
     return path
+
+
+def find_profile(run: Path | None) -> Path:
+    """Return a run folder, by default the one whose profile is the newest."""
+    return _newest(FILE, "there is no profile in 'runs': name a run folder").parent if run is None else run
+
+
+def _newest(name: str, otherwise: str) -> Path:
+    found = sorted(RUNS.glob(f"*/{name}"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise UserError(otherwise)
+    return found[-1]
 
 
 def show(recipe: recipes.Recipe) -> dict[str, Any]:

@@ -46,7 +46,7 @@ PROMPTS, PROMPT = 4, 32
 ATTENTION_TOLERANCE = 0.03
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Validation:
     """What a validation found.
 
@@ -72,6 +72,12 @@ class Validation:
             "problems": list(self.problems),
             "seconds": self.seconds,
         }
+
+    def __repr__(self) -> str:
+        from autoq.display.checks import validation
+        from autoq.display.text import as_text
+
+        return "\n".join([as_text(validation(self)), *self.problems])
 
 
 def validate(

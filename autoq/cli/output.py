@@ -42,8 +42,14 @@ def stdout() -> Console:
 
 
 def printed(found: RenderableType) -> None:
-    """Print a result on stdout: tables as wide as the terminal, lines to copy whole."""
-    stdout().print(found, crop=False)
+    """Print a result on stdout: tables as wide as the terminal, lines to copy whole; nothing but text where it is piped."""
+    console = stdout()
+    if console.is_terminal:
+        console.print(found, crop=False)
+        return
+    with console.capture() as printed:
+        console.print(found, crop=False)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
 
 
 def reporter() -> RichReporter:

@@ -263,10 +263,15 @@ def profile(
 
 
 @app.command(
-    epilog="Examples:\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json\n\nautoq front runs/mine --measure 3.5,4.5 --measure-kv 4"
+    epilog="Examples:\n\nautoq front\n\nautoq front runs/mine\n\nautoq front runs/mine --budgets 3,3.5,4,4.5 --json\n\nautoq front runs/mine --measure 3.5,4.5 --measure-kv 4"
 )
 def front(
-    run: Annotated[Path, typer.Argument(help="A run folder with a finished profile.", autocompletion=runs)],
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A run folder with a finished profile. Default: the newest run.", show_default=False, autocompletion=runs
+        ),
+    ] = None,
     budgets: Annotated[
         str | None, typer.Option(help="Bits to solve at, separated by commas. Default: 2 to 9 in quarters.", show_default=False)
     ] = None,
@@ -284,12 +289,13 @@ def front(
     )
     from autoq import api
 
+    folder = api.find_profile(run)
     if weights or caches:
-        result = api.measure_front(run, asked, weights or [], caches or [], eval_, reporter())
+        result = api.measure_front(folder, asked, weights or [], caches or [], eval_, reporter())
     elif eval_ is not None:
         raise UserError("--eval is the text to measure on: say where with --measure or --measure-kv")
     else:
-        result = api.front(run, asked)
+        result = api.front(folder, asked)
     _print_front(result, as_json)
 
 

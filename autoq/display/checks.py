@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoq.display.words import nats, size
+from autoq.display.words import nats, plus_minus, size
 
 if TYPE_CHECKING:
     from autoq.api import Retrieval, Validation
@@ -20,15 +20,16 @@ def validation(result: Validation) -> RenderableType:
     lines = Table.grid(padding=(0, 2))
     lines.add_row("kernels", "Triton's interpreter, on the CPU" if entry.kernels == "interpreter" else entry.kernels)
     lines.add_row(
-        "packed", f"{entry.tensors} tensors of {entry.units} units; {entry.differing} differ from the reference or the cost model"
+        "packed",
+        f"{entry.tensors} tensors of {entry.units} units by the kernels; {entry.differing} differ from the reference or the cost model",
     )
     for name, held, before in (
         ("weights", entry.weight_bytes, entry.weight_bytes_original), ("KV cache", entry.cache_bytes, entry.cache_bytes_original),
     ):  # fmt: skip
         lines.add_row(name, f"{size(held)}, in 16 bit {size(before)} ({held / max(1, before):.3f} x)")
     who = "unpacked, it measured" if measured and measured.chosen == "imported" else "the search measured"
-    searched = f"{who} {nats(measured.kl)} ± {nats(measured.kl_stderr)}" if measured else ""
-    lines.add_row("KL", f"{nats(entry.kl)} ± {nats(entry.kl_stderr)} nats per token; {searched}")
+    searched = f"{who} {plus_minus(measured.kl, measured.kl_stderr)}" if measured else ""
+    lines.add_row("KL", f"{plus_minus(entry.kl, entry.kl_stderr)} nats per token; {searched}")
     lines.add_row("top-1 agreement", f"{100 * entry.top1_agreement:.1f} %")
     lines.add_row("perplexity", f"{result.divergence.perplexity_original:.3f} before, {entry.perplexity:.3f} after")
     if entry.attention_difference:
@@ -38,7 +39,9 @@ def validation(result: Validation) -> RenderableType:
     lines.add_row("greedy generation", f"as the original's for {100 * entry.greedy_agreement:.0f} % of the way, then its own")
     lines.add_row("written into", str(result.recipe_path))
     when = "it measured unpacked" if measured and measured.chosen == "imported" else "the search measured"
-    why = f"every packed byte is right, and the KL is the one that {when}" if entry.passed else "see below"
+    all_units = sum(e.format != "bf16" for e in result.recipe.weights.values())
+    drawn = "" if entry.units >= all_units else f" of the {entry.units} units that were drawn, of {all_units},"
+    why = f"every packed byte{drawn} is right, and the KL is the one that {when}" if entry.passed else "see below"
     verdict = Text(f"passed: {why}", style="bold green") if entry.passed else Text(f"failed: {why}", style="bold red")
     return Group(Text("validation", style="bold"), lines, verdict)
 

@@ -38,14 +38,27 @@ def export_table(reports: list[ExportReport]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("consumer", "bits", "cache bits", "what is not as in the recipe"):
         table.add_column(name, justify="right" if "bits" in name else "left", overflow="fold")
+    refused = False
     for r in reports:
         if r.refused is not None:
-            table.add_row(r.consumer, "", "", Text(f"refused: {r.refused}", style="yellow"))
+            needs = "up" if any(loss.needs == "up" for loss in r.losses) else "scales"
+            rounds = f"--round {needs}"
+            why = f"needs {rounds}: {summary(r)}" if rounds in r.refused else f"refused: {r.refused}"
+            table.add_row(r.consumer, "", "", Text(why, style="yellow"))
+            refused = refused or why.startswith("needs")
             continue
         table.add_row(r.consumer, f"{r.bits:.4g}", f"{r.kv_bits:.4g}", summary(r))
     folder = next((r.files[0].parent.parent for r in reports if r.files), None)
     where = f"written below {folder}; export.json in each folder names every change" if folder else "nothing was written"
-    return Group(table, Text(where, style="dim"))
+    parts: list[RenderableType] = [table, Text(where, style="dim")]
+    if refused:
+        parts.append(
+            Text(
+                "--round scales lets a tool pick its own scales for the same bytes; --round up also takes its next better format.",
+                style="dim",
+            )
+        )
+    return Group(*parts)
 
 
 def summary(report: ExportReport) -> str:
@@ -56,7 +69,7 @@ def summary(report: ExportReport) -> str:
         if loss.needs == "up":
             key = f"{loss.wanted} -> {loss.got}"
             others[key] = others.get(key, 0) + 1
-    parts = [f"{own} units with its own scales"] if own else []
+    parts = [f"{own} units in its own scales"] if own else []
     return ", ".join(parts + [f"{count} {key}" for key, count in others.items()]) or "nothing"
 
 

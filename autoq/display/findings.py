@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autoq.display.damage_map import DamageMap
+from autoq.display.words import answer
 from autoq.recipe import Recipe
 
 
@@ -18,7 +19,7 @@ class HasFindings(Protocol):
         """The recipe and every figure."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Findings:
     """A recipe with its figures.
 
@@ -49,6 +50,14 @@ class Findings:
             for kind, role in (("key", "K"), ("value", "V"))
         ]
         return DamageMap((*weights, *caches), self.facts.get("damage") or {})
+
+    def __repr__(self) -> str:
+        return f"<Findings: {answer(self.recipe, self.facts)} In {self.run}>"
+
+    def _repr_html_(self) -> str:
+        from autoq.display.html import search_html
+
+        return search_html(self)
 
     def other_side(self, side: str) -> float:
         """Return what the result's other side is predicted to cost, in nats: a front of the weights is with the result's cache, and the other way round."""

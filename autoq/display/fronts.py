@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoq.allocation.front import knees
-from autoq.display.words import nats, size
+from autoq.display.words import nats, plus_minus, size
 
 if TYPE_CHECKING:
     from autoq.allocation.front import FrontPoint, TotalPoint
@@ -18,34 +19,51 @@ if TYPE_CHECKING:
 
 WIDTH = 24
 KNEE = " ◆ knee"
+LOG = "log scale"
+NEAR = 0.06  # bits within which a point of the front is that of the recipe
 
 
 def table_of(title: str, *columns: str) -> Table:
     """Return an empty table in the style of all of them; the last column is text, the others are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right" if name else "left")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i + 1 < len(columns) else "left")
     return table
 
 
-def bar(damage: float, worst: float) -> str:
-    """Return a bar as long as the damage."""
-    return "█" * max(1, round(WIDTH * damage / worst)) if damage else ""
+def bars(damages: Sequence[float]) -> list[str]:
+    """Return bars as long as the log of the damages: from one block for the least of a front to WIDTH for the most."""
+    logs = [math.log(d) for d in damages if d > 0]
+    low, span = min(logs, default=0.0), (max(logs, default=0.0) - min(logs, default=0.0)) or 1.0
+    return ["█" * (1 + round((WIDTH - 1) * (math.log(d) - low) / span)) if d > 0 else "" for d in damages]
+
+
+def nearest(points: Sequence[FrontPoint], bits: float | None) -> int | None:
+    """Return which point of a front is that of a recipe, or None: a side that stays in 16 bit, a recipe between two points."""
+    if bits is None or not points:
+        return None
+    i = min(range(len(points)), key=lambda i: abs(points[i].bits - bits))
+    return i if abs(points[i].bits - bits) <= NEAR else None
+
+
+def total_caption(context: int) -> str:
+    """Return what the front of bytes is of."""
+    return f"front, all weights and the cache of {context:,} tokens"
 
 
 def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str, sizes: bool = False) -> RenderableType | None:
     """Return the front around the chosen budget, with bytes if asked, or None where that side has none."""
     if not points:
         return None
-    table = table_of(f"front, {what}", "bits", *(["bytes"] if sizes else []), "predicted KL", "")
-    worst = max(p.predicted_kl for p in points) or 1.0
-    nearest = None if chosen is None else min(points, key=lambda p: abs(p.bits - chosen))
+    table = table_of(f"front, {what}", "bits", *(["bytes"] if sizes else []), "predicted KL", LOG)
+    drawn = bars([p.predicted_kl for p in points])
+    its = nearest(points, chosen)
     bends = knees([p.bits for p in points], [p.predicted_kl for p in points])
     for i, point in enumerate(points):
-        mark = " ◄ chosen" if point is nearest else KNEE if i in bends else ""
-        style = "bold cyan" if point is nearest else ""
+        mark = " ◄ chosen" if i == its else KNEE if i in bends else ""
+        style = "bold cyan" if i == its else ""
         stored = [size(point.bytes)] if sizes else []
-        table.add_row(f"{point.bits:.3f}", *stored, nats(point.predicted_kl), bar(point.predicted_kl, worst) + mark, style=style)
+        table.add_row(f"{point.bits:.3f}", *stored, nats(point.predicted_kl), drawn[i] + mark, style=style)
     return table
 
 
@@ -53,8 +71,15 @@ def total_table(points: Sequence[TotalPoint], context: int) -> RenderableType | 
     """Return the front of weights and cache together."""
     if not points:
         return None
-    table = table_of(f"front, weights and cache of {context:,} tokens together", "bytes", "bits", "KV bits", "predicted KL", "")
-    worst = max(p.predicted_kl for p in points) or 1.0
+    table = table_of(
+        total_caption(context),
+        "bytes",
+        "bits",
+        "KV bits",
+        "predicted KL",
+        LOG,
+    )
+    drawn = bars([p.predicted_kl for p in points])
     bends = knees([p.total_bytes for p in points], [p.predicted_kl for p in points])
     for i, point in enumerate(points):
         mark = KNEE if i in bends else ""
@@ -63,7 +88,7 @@ def total_table(points: Sequence[TotalPoint], context: int) -> RenderableType | 
             f"{point.bits:.3f}",
             f"{point.kv_bits:.3f}",
             nats(point.predicted_kl),
-            bar(point.predicted_kl, worst) + mark,
+            drawn[i] + mark,
         )
     return table
 
@@ -78,19 +103,21 @@ def measured_table(points: Sequence[MeasuredPoint]) -> RenderableType | None:
         what = f"{point.label}{'' if point.recipe is None else f' in {point.recipe}'}{KNEE if i in bends else ''}"
         table.add_row(
             f"{point.bits:.3f}", f"{point.kv_bits:.4g}", size(point.total_bytes), nats(point.predicted_kl),
-            f"{nats(point.measured_kl)} ± {nats(point.stderr)}", what,
+            plus_minus(point.measured_kl, point.stderr), what,
         )  # fmt: skip
     return table
 
 
 def fronts(result: FrontResult) -> RenderableType:
     """Return what `autoq front` and `autoq search --front` print."""
-    parts = [
-        front_table(result.weights, None, "bits per weight", sizes=True),
-        front_table(result.kv, None, f"bits per cached value, and bytes at {result.context:,} tokens", sizes=True),
+    bits, kv_bits = result.chosen or (None, None)
+    parts: list[RenderableType | None] = [
+        front_table(result.weights, bits, "bits per searched weight, and bytes of those", sizes=True),
+        front_table(result.kv, kv_bits, f"bits per cached value, and bytes of {result.context:,} tokens", sizes=True),
         total_table(result.total, result.context),
         measured_table(result.measured),
     ]
+    parts += [Text(f"note: {note}", style="dim") for note in result.notes]
     if result.trials is not None:
         found = result.trials
         parts.append(Text(f"{found.measured} trials, study {found.study} in {found.storage}", style="dim"))

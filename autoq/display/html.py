@@ -7,16 +7,19 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from autoq.allocation.front import knees
 from autoq.display.damage_map import DamageMap
+from autoq.display.fronts import LOG, bars, nearest, total_caption
 from autoq.display.sketch import front_sketch
 from autoq.display.units import ranges
-from autoq.display.words import answer, nats, size
+from autoq.display.words import answer, nats, plus_minus, size
 
 if TYPE_CHECKING:
     from autoq.api import FrontResult
     from autoq.display.findings import Findings
 
 STEPS = 10  # of a colour scale
+BLOCK = "█"  # of a bar
 MOST_ROWS = 240  # of a heat map; more layers are averaged
 STYLE = """<style>
 .autoq { color: inherit; font: 13px/1.45 system-ui, sans-serif; overflow-x: auto; }
@@ -26,10 +29,12 @@ STYLE = """<style>
 .autoq th, .autoq td { padding: 1px 8px; text-align: right; border: 0; background: transparent; white-space: nowrap; color: inherit; }
 .autoq th { font-weight: 500; opacity: .65; } .autoq th:first-child, .autoq td:first-child { text-align: left; }
 .autoq tr, .autoq tbody tr:nth-child(odd) { background: transparent; } .autoq tr.chosen td { font-weight: 700; }
+.autoq .front td.bar, .autoq .front td:last-child, .autoq .front th:nth-last-child(-n + 2) { text-align: left; }
+.autoq td.bar { font-size: 8px; line-height: 12px; opacity: .55; } .autoq .heat caption { white-space: nowrap; }
 .autoq .map td { padding: 0 6px; text-align: center; border: 1px solid transparent; background-clip: padding-box; }
 .autoq .map td:first-child { text-align: left; }
-.autoq .heat th { writing-mode: vertical-rl; transform: rotate(180deg); padding: 4px 0; text-align: left; opacity: .8; }
-.autoq .heat td { padding: 0; min-width: 14px; height: 9px; font-size: 9px; line-height: 9px; } .autoq .heat td:first-child { padding-right: 8px; }
+.autoq .heat th { writing-mode: vertical-rl; transform: rotate(180deg); padding: 4px 0; text-align: left; opacity: .8; font-size: 12px; }
+.autoq .heat td { padding: 0; min-width: 18px; height: 14px; font-size: 11px; line-height: 14px; } .autoq .heat td:first-child { padding-right: 8px; }
 SCALES</style>"""
 
 
@@ -47,14 +52,16 @@ def _page(*parts: str) -> str:
     return f'<div class="autoq">{STYLE.replace("SCALES", _scales())}{"".join(parts)}</div>'
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], chosen: int | None = None) -> str:
+def table(
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], chosen: int | None = None, kind: str = "plain"
+) -> str:
     """Return a table; every cell is escaped."""
     head = "".join(f"<th>{escape(c)}</th>" for c in columns)
     body = "".join(
-        f"<tr{' class=chosen' if i == chosen else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        f"<tr{' class=chosen' if i == chosen else ''}>{''.join(f'<td{' class=bar' if cell.startswith(BLOCK) else ''}>{escape(cell)}</td>' for cell in row)}</tr>"
         for i, row in enumerate(rows)
     )
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table class={kind}><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def bits_class(bits: float) -> str:
@@ -124,10 +131,11 @@ def heat_map(found: DamageMap, is_cache: bool) -> str:
     head = "".join(f"<th>{escape(f)}</th>" for f in formats)
     what = "KV cache" if is_cache else "weights"
     means = f", means of {step} layers" if step > 1 else ""
-    caption = f"{what}: damage in nats per token, {nats(math.exp(low))} to {nats(math.exp(high))}{means}"
-    return (
-        f"<table class='heat map'><caption>{caption}</caption><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
+    caption = f"{what}: damage in nats per token{means}"
+    legend = "".join(
+        f"<span class=d{i}>&nbsp;{nats(math.exp(low + (high - low) * i / (STEPS - 1)))}&nbsp;</span>" for i in range(0, STEPS, 3)
     )
+    return f"<table class='heat map'><caption>{caption} {legend}</caption><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _heat_cell(damage: float | None, low: float, high: float) -> str:
@@ -181,8 +189,8 @@ def uniform_table(facts: dict[str, Any]) -> str:
         if row["is_best"]:
             chosen = i
         more = "" if row["is_best"] else f"{row['more_than_best']:+.4f} ± {row['stderr'] or 0.0:.4f}"
-        kl = f"{nats(row['measured_kl'])} ± {nats(row['measured_kl_stderr'] or 0.0)}"
-        rows.append((row["recipe"], nats(row["predicted_kl"]), kl, more))
+        kl = plus_minus(row["measured_kl"], row["measured_kl_stderr"])
+        rows.append((row["recipe"] + (" (the result)" if row["is_best"] else ""), nats(row["predicted_kl"]), kl, more))
     return table(
         "measured on text that nothing was chosen on",
         ("recipe", "predicted KL", "measured KL", "more than the result"),
@@ -192,23 +200,45 @@ def uniform_table(facts: dict[str, Any]) -> str:
 
 
 def front_html(front: FrontResult) -> str:
-    """Return fronts as tables."""
+    """Return fronts as tables with bars, knees and the recipe's own bits."""
     parts = []
-    for caption, points in (("bits per weight", front.weights), ("bits per cached value", front.kv)):
+    sides = (
+        ("bits per searched weight, and bytes of those", front.weights, front.chosen[0] if front.chosen else None),
+        (f"bits per cached value, and bytes of {front.context:,} tokens", front.kv, front.chosen[1] if front.chosen else None),
+    )
+    for caption, points, chosen in sides:
         if points:
-            rows = [(f"{p.bits:.3f}", size(p.bytes), nats(p.predicted_kl) + _error(p.stderr)) for p in points]
-            parts.append(table(f"front, {caption}", ("bits", "bytes", "predicted KL"), rows))
+            its = nearest(points, chosen)
+            marks = [
+                "chosen" if i == its else "knee" if i in knees([p.bits for p in points], [p.predicted_kl for p in points]) else ""
+                for i in range(len(points))
+            ]
+            rows = [
+                (f"{p.bits:.3f}", size(p.bytes), plus_minus(p.predicted_kl, p.stderr), drawn, mark)
+                for p, drawn, mark in zip(points, bars([p.predicted_kl for p in points]), marks, strict=True)
+            ]
+            parts.append(table(f"front, {caption}", ("bits", "bytes", "predicted KL", LOG, ""), rows, its, "front"))
+    if front.total:
+        rows = [
+            (size(p.total_bytes), f"{p.bits:.3f}", f"{p.kv_bits:.3f}", nats(p.predicted_kl), drawn)
+            for p, drawn in zip(front.total, bars([p.predicted_kl for p in front.total]), strict=True)
+        ]
+        parts.append(
+            table(
+                total_caption(front.context),
+                ("bytes", "bits", "KV bits", "predicted KL", LOG, ""),
+                [(*row, "") for row in rows],
+                None,
+                "front",
+            )
+        )
     if front.measured:
         measured = [
-            (p.label, f"{p.bits:.3f}", f"{p.kv_bits:.4g}", nats(p.predicted_kl), nats(p.measured_kl) + _error(p.stderr))
+            (p.label, f"{p.bits:.3f}", f"{p.kv_bits:.4g}", nats(p.predicted_kl), plus_minus(p.measured_kl, p.stderr))
             for p in front.measured
         ]
         parts.append(table("measured", ("recipe", "bits", "KV bits", "predicted KL", "measured KL"), measured))
     return _page(*parts)
-
-
-def _error(stderr: float | None) -> str:
-    return f" ± {nats(stderr)}" if stderr is not None and math.isfinite(stderr) else ""
 
 
 def memory_html(rows: Sequence[dict[str, Any]], largest: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Progress for Python callers: widgets in a notebook, bars in a terminal, nothing elsewhere."""
+"""Progress for Python callers: widgets in a notebook, bars in a terminal, a line a stage elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reporter_of(progress: bool | Reporter) -> Reporter:
         return progress
     if progress and in_notebook():
         return NotebookReporter()
-    if progress and sys.stderr.isatty():
+    if progress:
         from rich.console import Console
 
         from autoq.display.terminal import RichReporter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,13 @@ from typing import Any
 import jinja2
 import plotly.graph_objects as go
 import plotly.offline
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from autoq import __version__
 from autoq.display import plots
 from autoq.display.findings import Findings
 from autoq.display.html import bits_class
-from autoq.display.words import answer, nats, size
+from autoq.display.words import answer, nats, plus_minus, size, tiny
 from autoq.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -30,7 +31,7 @@ class Serving:
     """How one consumer takes the recipe.
 
     Attributes:
-        bits, kv_bits: of what it really gets. lost: what is not as in the recipe, in words; "" for nothing. refused: why it cannot have it, or
+        bits, kv_bits: of what it really gets. rounded: what was allowed for that, in words, or "". lost: what is not as in the recipe, in words; "" for nothing. refused: why it cannot have it, or
             None. command: that writes the files. files: name -> text of what it would write.
     """
 
@@ -38,6 +39,7 @@ class Serving:
     what: str
     bits: float
     kv_bits: float
+    rounded: str
     lost: str
     refused: str | None
     command: str
@@ -61,7 +63,14 @@ def page(found: Findings, serving: Sequence[Serving], serving_note: str = "") ->
     """
     recipe, facts = found.recipe, found.facts
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"nats": nats, "size": size, "percent": lambda share: f"{100 * share:.1f} %"}
+    environment.filters |= {
+        "nats": nats,
+        "size": size,
+        "tiny": tiny,
+        "code": _code,
+        "percent": lambda share: f"{100 * share:.1f} %",
+    }
+    environment.globals["plus_minus"] = plus_minus
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=f"autoq: {recipe.model.id}", version=__version__, answer=answer(recipe, facts), recipe=recipe, facts=facts, asked=_asked(found),
@@ -69,6 +78,11 @@ def page(found: Findings, serving: Sequence[Serving], serving_note: str = "") ->
         left_out=[(reason, count, count / max(1, recipe.model.parameters)) for reason, count in recipe.left_out.items()],
         plotly=Markup(plotly.offline.get_plotlyjs().replace("</script", "<\\/script")),
     )  # fmt: skip
+
+
+def _code(text: str) -> Markup:
+    """Return text with what stands in backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # escaped before
 
 
 def _asked(found: Findings) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ figures sit on light and dark pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, Protocol
 
 import plotly.graph_objects as go
@@ -18,7 +19,7 @@ from autoq.errors import UserError
 from autoq.recipe import Recipe
 
 if TYPE_CHECKING:
-    from autoq.api import FrontResult
+    from autoq.api import FrontResult, MeasuredPoint
 
 ACCENT, LINE, POINT, GREY = "#e15714", "#3b7dd8", "#7b8794", "rgba(127, 127, 127, .25)"
 DAMAGE_SCALE = [[0.0, "rgba(225, 87, 20, .06)"], [0.5, "rgba(225, 87, 20, .5)"], [1.0, "rgb(173, 40, 8)"]]
@@ -51,12 +52,13 @@ def sensitivity(result: HasDamage | HasFindings, fmt: str | None = None) -> go.F
     roles, layers = found.roles(), found.layers()
     figure = go.Figure()
     for name in formats:
-        rows = [found.of_role(role, name) for role in roles]
+        shown = [role for role in roles if found.of_role(role, name)]
+        rows = [found.of_role(role, name) for role in shown]
         z = [[_log10(row.get(layer)) for layer in layers] for row in rows]
         text = [[_nats(row.get(layer)) for layer in layers] for row in rows]
         figure.add_heatmap(
-            x=layers, y=roles, z=z, customdata=text, visible=name == first, colorscale=DAMAGE_SCALE, xgap=1, ygap=1,
-            colorbar={"title": {"text": "nats"}, "tickprefix": "10<sup>", "ticksuffix": "</sup>"},
+            x=layers, y=shown, z=z, customdata=text, visible=name == first, colorscale=DAMAGE_SCALE, xgap=1, ygap=1,
+            colorbar={"title": {"text": "nats"}, **_decades(z)},
             hovertemplate="layer %{x}, %{y}: %{customdata} nats<extra>" + name + "</extra>",
         )  # fmt: skip
     buttons = [{"label": name, "method": "update", "args": [{"visible": [other == name for other in formats]}]} for name in formats]
@@ -103,23 +105,35 @@ def damage(result: HasFindings, side: str | None = None) -> go.Figure:
         name="uniform formats, measured", marker={"color": POINT, "size": 8}, hovertemplate="%{text}: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
     )  # fmt: skip
     figure.add_scatter(
-        x=[facts[bits]], y=[facts["measured_kl"]], mode="markers", name="this recipe, measured",
+        x=[facts[bits]], y=[facts["measured_kl"]], mode="markers", name="the result, measured",
         error_y={"type": "data", "array": [facts["measured_kl_stderr"] or 0.0], "color": ACCENT},
-        marker={"color": ACCENT, "size": 11, "symbol": "diamond"}, hovertemplate="this recipe: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
+        marker={"color": ACCENT, "size": 11, "symbol": "diamond"}, hovertemplate="the result: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
     )  # fmt: skip
     what = "bits per weight" if asked == "weights" else "bits per cached value"
     return _styled(figure, f"Damage by {what}", what, KL_AXIS, log_y=True)
 
 
-def front(result: FrontResult) -> go.Figure:
-    """Return the fronts of `autoq.front` or `result.front()`: predicted lines with their error bands, and what was measured."""
-    if not hasattr(result, "measured") or not hasattr(result, "kv"):
-        raise UserError(f"this figure is of what autoq.front or result.front() returns, not of a {type(result).__name__}")
+def front(result: FrontResult | HasFindings) -> go.Figure:
+    """Return the fronts of `autoq.front` or `result.front()`: predicted lines with their error bands, and what was measured.
+
+    A search's result has those around its own bits.
+    """
     figure = go.Figure()
-    for points, name, colour in ((result.weights, "weights", LINE), (result.kv, "cache", "#2a9d6f")):
-        rows = [{"bits": p.bits, "predicted_kl": p.predicted_kl, "predicted_kl_stderr": p.stderr} for p in points]
+    if hasattr(result, "findings"):
+        facts = _findings(result).facts
+        sides = {"weights": facts["front"], "cache": facts["kv_front"]}
+        beside: Sequence[MeasuredPoint] = ()
+    elif hasattr(result, "measured") and hasattr(result, "kv"):
+        sides = {
+            side: [{"bits": p.bits, "predicted_kl": p.predicted_kl, "predicted_kl_stderr": p.stderr} for p in points]
+            for side, points in (("weights", result.weights), ("cache", result.kv))
+        }
+        beside = result.measured
+    else:
+        raise UserError(f"this figure is of what autoq.front, result.front() or a search returns, not of a {type(result).__name__}")
+    for (name, rows), colour in zip(sides.items(), (LINE, "#2a9d6f"), strict=True):
         _front_line(figure, rows, f"{name}, predicted", colour)
-    measured = [(p.kv_bits if p.bits == 16 else p.bits, p) for p in result.measured]
+    measured = [(p.kv_bits if p.bits == 16 else p.bits, p) for p in beside]
     if measured:
         figure.add_scatter(
             x=[bits for bits, _ in measured], y=[p.measured_kl for _, p in measured], text=[p.label for _, p in measured], mode="markers",
@@ -147,7 +161,7 @@ def predicted_measured(result: HasFindings) -> go.Figure:
             name=name, marker={"color": colour, "size": 9}, error_y={"type": "data", "array": [r["measured_kl_stderr"] or 0.0 for r in chosen]},
             hovertemplate="%{text}: %{x:.4g} predicted, %{y:.4g} measured<extra></extra>",
         )  # fmt: skip
-    figure.update_xaxes(type="log", tickformat="~g")
+    figure.update_xaxes(type="log", tickformat="~g", nticks=5, tickangle=0)
     return _styled(figure, "Predicted and measured damage", "predicted " + KL_AXIS, "measured " + KL_AXIS, log_y=True)
 
 
@@ -283,14 +297,26 @@ def _front_line(figure: go.Figure, points: Sequence[Mapping[str, Any]], name: st
     )  # fmt: skip
 
 
+def _decades(z: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """Return the ticks of a colour bar over powers of ten: 1 and 3 times each, as far as there are values."""
+    found = [v for row in z for v in row if v is not None]
+    if not found:
+        return {"tickvals": []}
+    ticks = [(e + log10(m), m * 10.0**e) for e in range(floor(min(found)), ceil(max(found)) + 1) for m in (1, 3)]
+    inside = [(at, value) for at, value in ticks if min(found) <= at <= max(found)]
+    if len(inside) > 6:
+        inside = [(at, value) for at, value in inside if at == int(at)]
+    if not inside:
+        inside = [(v, 10**v) for v in (min(found), max(found))]
+    return {"tickvals": [at for at, _ in inside], "ticktext": [f"{value:.3g}" for _, value in inside]}
+
+
 def _tint(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, .22)"
 
 
 def _log10(value: float | None) -> float | None:
-    from math import log10
-
     return log10(value) if value is not None and value > 0 else None
 
 
@@ -307,6 +333,7 @@ def _styled(figure: go.Figure, title: str, x: str, y: str, log_y: bool = False, 
         template="none", title={"text": title, "x": 0.02, "xref": "container", "font": {"size": 14}}, paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)", font={"color": POINT, "family": "system-ui, sans-serif", "size": 12}, height=380,
         margin={"l": 70, "r": 20, "t": 92 if menu else 48, "b": 90}, legend={"orientation": "h", "y": -0.32}, hoverlabel={"font": {"size": 12}},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": ACCENT},
     )  # fmt: skip
     figure.update_xaxes(title={"text": x}, gridcolor=GREY, zeroline=False, automargin=True)
     figure.update_yaxes(title={"text": y}, gridcolor=GREY, zeroline=False, automargin=True)

@@ -25,7 +25,7 @@ def front_sketch(found: Findings) -> str:
     if len(points) < 2:
         return ""
     uniforms = [(u[bits_key], u["measured_kl"], u["format"]) for u in facts["uniform"] if u["measured_kl"] > 0]
-    result = (facts[bits_key], facts["measured_kl"], "this recipe")
+    result = (facts[bits_key], facts["measured_kl"], "the result")
     xs = [p["bits"] for p in points] + [u[0] for u in uniforms]
     ys = [p["predicted_kl"] for p in points] + [u[1] for u in uniforms] + [max(result[1], 1e-12)]
     x_of = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
@@ -41,7 +41,7 @@ def front_sketch(found: Findings) -> str:
         f'<polyline points="{" ".join(at(p["bits"], p["predicted_kl"]) for p in points)}" fill="none" stroke="currentColor" stroke-width="1.5"/>',
     ]
     for bits, kl, label in (*uniforms, result):
-        is_result = label == "this recipe"
+        is_result = label == "the result"
         x, y = at(bits, kl).split(",")
         colour = ACCENT if is_result else "currentColor"
         parts.append(

@@ -17,7 +17,7 @@ from rich.text import Text
 from autoq.display.fronts import front_table
 from autoq.display.trials import trials_view
 from autoq.display.units import UnitTable
-from autoq.display.words import nats, size
+from autoq.display.words import nats, plus_minus, size, tiny
 
 if TYPE_CHECKING:
     from autoq.api import SearchResult
@@ -80,16 +80,17 @@ def search_result(result: SearchResult, units: list[dict[str, Any]]) -> Renderab
         lines.add_row("asked", f"at most {asked.max_kl:g} nats per token, in the fewest bits")
     if asked.memory is not None:
         lines.add_row("together", f"{size(totals.weight_bytes + totals.kv_bytes)} of {asked.memory}; {_split(result)}")
-    if result.free_kl is not None:
+    if result.free_kl is not None and result.kv_front:
+        who = asked.engine if asked.engine != "none" else asked.consumer
         lines.add_row(
-            "engine",
-            f"{asked.engine if asked.engine != 'none' else asked.consumer}; {nats(predicted_kl)} nats predicted, {nats(result.free_kl)} with formats mixed freely",
+            "cache formats",
+            f"as {who} mixes them: {nats(predicted_kl)} nats predicted, {nats(result.free_kl)} if every K and V had its own",
         )
-    lines.add_row("predicted KL", f"{nats(predicted_kl)} ± {nats(stderr or 0.0)} nats per token")
+    lines.add_row("predicted KL", f"{plus_minus(predicted_kl, stderr)} nats per token")
     lines.add_row(
         "measured KL",
-        f"{nats(measured.mean_kl)} ± {nats(measured.stderr)} nats per token, "
-        f"{measured.kl.shape[0]} windows of {measured.kl.shape[1]} (noise floor {result.noise_floor:.1e})",
+        f"{plus_minus(measured.mean_kl, measured.stderr)} nats per token, "
+        f"{measured.kl.shape[0]} windows of {measured.kl.shape[1]} (noise floor {tiny(result.noise_floor)})",
     )
     points = measured.percentiles()
     lines.add_row("  per token", "  ".join(f"{k} {nats(v)}" for k, v in points.items()))
@@ -154,7 +155,9 @@ def _next_steps(result: SearchResult) -> list[tuple[str, str]]:
         (f"{autoq} report {result.run}", "plots and tables in one HTML file"),
         (f"{autoq} validate {result.recipe_path}", "check on packed bytes"),
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
-        (f"{autoq} export {result.run} --to {asked.consumer if asked.consumer != 'none' else 'all'}", "for PTQ tools and engines"),
+        (f"{autoq} export {result.run} --to {asked.consumer}", f"for {asked.consumer}")
+        if asked.consumer != "none"
+        else (f"{autoq} export {result.run} --to all --round up", "for PTQ tools and engines, in the formats that each has"),
         (f"{autoq} front {result.run}", "other budgets' cost"),
         (" ".join(another.split()), "another budget"),
     ]

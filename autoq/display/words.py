@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,20 @@ def nats(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.1e}"
 
 
+def tiny(value: float) -> str:
+    """Write a number near zero."""
+    return f"{value:.1e}" if value else "0"
+
+
+def plus_minus(value: float, error: float | None) -> str:
+    """Write a damage with its standard error, in as many digits."""
+    if error is None or not math.isfinite(error):
+        return nats(value)
+    if value >= 0.001:
+        return f"{value:.4f} ± {error:.4f}" if error >= 5e-5 or error == 0 else f"{value:.4f} ± {error:.1e}"
+    return f"{nats(value)} ± {nats(error)}"
+
+
 def answer(recipe: Recipe, facts: dict[str, Any]) -> str:
     """Return a search's result in one sentence."""
     totals = recipe.totals
@@ -32,7 +47,7 @@ def answer(recipe: Recipe, facts: dict[str, Any]) -> str:
     if facts["kv_front"]:
         parts.append(f"{totals.kv_bits:.4g} bits per cached value ({size(totals.kv_bytes)})")
     error = facts["measured_kl_stderr"]
-    text = f"{recipe.model.id} in {' and '.join(parts) or '16 bit'} costs {nats(facts['measured_kl'])} ± {nats(error or 0.0)} nats of KL per token"
+    text = f"{recipe.model.id} in {' and '.join(parts) or '16 bit'} costs {plus_minus(facts['measured_kl'], error)} nats of KL per token"
     others = [r for r in facts["confirmed"] if r["recipe"].startswith("uniform ") and not r["is_best"]]
     if others:
         best = min(others, key=lambda r: float(r["measured_kl"]))

@@ -50,4 +50,5 @@ CONSUMER = Consumer(
     read,
     refuses=whole_groups,
     notes=("it describes packed weights: the checkpoint has to hold them",),
+    engines=("vllm", "sglang"),
 )

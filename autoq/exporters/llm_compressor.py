@@ -57,7 +57,7 @@ def _modifiers(data: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 CONSUMER = Consumer(
     "llm-compressor",
-    "a recipe for `oneshot`, which saves a checkpoint that vLLM, SGLang and transformers load",
+    "a recipe for `oneshot`, which saves a compressed-tensors checkpoint",
     tuple(args.SCHEMES),
     tuple(args.CACHES),
     "one",
@@ -68,4 +68,5 @@ CONSUMER = Consumer(
         "fp8 caches are calibrated by llm-compressor, on the dataset that you give `oneshot`",
         "nvfp4 weights of q, k, v (and of gate, up) share one tensor scale in llm-compressor",
     ),
+    engines=("vllm", "sglang"),
 )

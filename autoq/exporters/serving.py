@@ -24,6 +24,8 @@ SGLANG_CACHES = {"fp8": "fp8_e4m3", "fp8_cast": "fp8_e4m3", "fp8_e5m2": "fp8_e5m
 TENSORRT_CACHES = {"fp8": "fp8", "nvfp4": "nvfp4"}
 _MAKE = '# 1. Make the checkpoint: llm-compressor\'s `oneshot(model=..., recipe="recipe.yaml", output_dir=...)`.\n'
 
+_CONFIG = ' --config "$(dirname "$0")/config.yaml"'
+
 
 def cache_name(subject: Subject) -> str | None:
     """Return the one cache format of the subject, or None where all layers stay in 16 bit."""
@@ -44,7 +46,7 @@ def _vllm(subject: Subject) -> dict[str, str]:
     settings = vllm_settings(subject)
     files = {
         "recipe.yaml": to_yaml(llm_compressor.document(subject)),
-        "serve.sh": f'#!/bin/sh\n{_MAKE}# 2. Serve it: sh serve.sh CHECKPOINT\nexec vllm serve "$1"{" --config config.yaml" if settings else ""}\n',
+        "serve.sh": f'#!/bin/sh\n{_MAKE}# 2. Serve it: sh serve.sh CHECKPOINT\nexec vllm serve "$1"{_CONFIG if settings else ""}\n',
     }
     return files | ({"config.yaml": to_yaml(settings)} if settings else {})
 
@@ -64,9 +66,7 @@ def _tensorrt_llm(subject: Subject) -> dict[str, str]:
     engine = hf_quant_config.document(subject)
     config = {"kv_cache_config": {"dtype": TENSORRT_CACHES[name]}} if name else {}
     make = "# 1. Quantize with ModelOpt: `mtq.quantize(model, load_recipe(\"recipe.yaml\").quantize, forward_loop)`, `export_hf_checkpoint`.\n"  # fmt: skip
-    serve = (
-        f'#!/bin/sh\n{make}# 2. Serve it: sh serve.sh CHECKPOINT\nexec trtllm-serve "$1"{" --config config.yaml" if name else ""}\n'
-    )
+    serve = f'#!/bin/sh\n{make}# 2. Serve it: sh serve.sh CHECKPOINT\nexec trtllm-serve "$1"{_CONFIG if name else ""}\n'
     files |= {"serve.sh": serve} | ({"config.yaml": to_yaml(config)} if config else {})
     return files | ({"hf_quant_config.json": to_json(engine)} if engine else {})
 
