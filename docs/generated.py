@@ -155,7 +155,8 @@ GENERATORS: dict[str, Callable[[str], str]] = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the markers of a page; called by mkdocs."""
+    """Replace the markers of a page, and link to the notebooks as the tests ran them; called by mkdocs."""
+    markdown = re.sub(r"\]\((?:\.\./)((?:\.\./)*examples/\w+\.ipynb)", r"](\1", markdown)
     return MARKER.sub(lambda m: GENERATORS[m[1]](m[2] or ""), markdown)
 
 

@@ -134,7 +134,20 @@ def test_front_and_show_read_the_run(demo_search: dict[str, Any]) -> None:
     )
     shown = run_autoq("show", "run/recipe.yaml", cwd=cwd)
     assert "bits per weight" in shown.stdout
-    assert "chosen" not in run_autoq("front", "run", cwd=cwd).stdout
+    printed = run_autoq("front", "run", cwd=cwd).stdout
+    assert printed.count("◄ chosen") == 2  # the recipe's bits on either side
+    assert "note:" not in printed  # both sides were corrected
+    assert not any(line.endswith(" ") for line in printed.splitlines())
+
+
+def test_the_front_of_the_newest_run_says_what_is_not_corrected(tmp_path: Path) -> None:
+    assert "there is no profile in 'runs'" in run_autoq("front", cwd=tmp_path).stderr
+    few = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2", "--eval-len", "64", "--correct", "2", "--weak", "0")
+    assert run_autoq("search", "--budget", "4.5bits", *few, cwd=tmp_path).returncode == 0
+    done = run_autoq("front", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("◄ chosen") == 1
+    assert done.stdout.count("note: no uniform format was measured to correct the prediction of the cache") == 1
 
 
 def test_memory_and_formats(tmp_path: Path) -> None:

@@ -37,16 +37,18 @@ class Memory:
         rows: weight and cache bytes for every KV format, context and batch.
         largest: with a device's memory, for every KV format the largest context by batch, and the largest batch by context; 0 where
             none fits.
+        limit: the model's own maximum of tokens, or None.
     """
 
     rows: list[dict[str, Any]]
     largest: list[dict[str, Any]]
+    limit: int | None = None
 
     def __repr__(self) -> str:
         return f"<Memory: {len(self.rows)} rows by KV format, context and batch>"
 
     def _repr_html_(self) -> str:
-        return memory_html(self.rows, self.largest)
+        return memory_html(self.rows, self.largest, self.limit)
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,11 @@ def memory(
                     peak = prices.peak(assignment, context, batch) + prices.weight_bytes  # at some length on the way
                     row |= {"peak_bytes": peak, "fits": peak <= available}
                 rows.append(row)
+    limit = getattr(text_config, "max_position_embeddings", None)
     if available is None:
-        return Memory(rows, [])
-    longest = getattr(text_config, "max_position_embeddings", None) or 2**24
-    return Memory(rows, [_largest(prices, n, f, contexts, batches, longest, available) for n, f in formats.items()])
+        return Memory(rows, [], limit)
+    longest = limit or 2**24
+    return Memory(rows, [_largest(prices, n, f, contexts, batches, longest, available) for n, f in formats.items()], limit)
 
 
 def _cache_formats(

@@ -90,7 +90,7 @@ def search(
     consumer: Annotated[
         str,
         typer.Option(
-            help="Only formats and rounding that this tool computes, so that `autoq export --to` it loses nothing.",
+            help=f"Only formats and rounding that this tool computes, so that `autoq export --to` it loses nothing: none, {', '.join(CONSUMERS)}.",
             autocompletion=among(("none", *CONSUMERS)),
         ),
     ] = D.consumer,

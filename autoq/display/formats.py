@@ -54,7 +54,11 @@ def format_table() -> Table:
     for name in columns:
         whole = name in ("name", "block", "bits")  # what a narrow terminal must not cut
         table.add_column(name, justify="right" if name in ("bits", "block") else "left", no_wrap=whole, overflow="fold")
-    table.caption = "Options of a KV format: +sink4 +residual128 +refresh1024 (static scales) +tier512>int4_token (older tokens)."
+    table.caption = (
+        "Rules pick a block's scale. absmax, minmax: up to the largest magnitude; full_range (_full): to the most negative code; half_step (_half): half a step beyond "
+        "the largest code; least_squares (_lsq), 4over6: the least squared error; floor, ceil, even: a power of two.\n"
+        "Options of a KV format: +sink4 +residual128 +refresh1024 (static scales) +tier512>int4_token (older tokens)."
+    )
     table.caption_justify = "left"
     kind = None
     for row in format_rows():

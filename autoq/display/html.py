@@ -12,7 +12,7 @@ from autoq.display.damage_map import DamageMap
 from autoq.display.fronts import LOG, bars, nearest, total_caption
 from autoq.display.sketch import front_sketch
 from autoq.display.units import ranges
-from autoq.display.words import answer, nats, plus_minus, size
+from autoq.display.words import answer, model_limit, nats, plus_minus, size
 
 if TYPE_CHECKING:
     from autoq.api import FrontResult
@@ -57,11 +57,12 @@ def table(
 ) -> str:
     """Return a table; every cell is escaped."""
     head = "".join(f"<th>{escape(c)}</th>" for c in columns)
-    body = "".join(
-        f"<tr{' class=chosen' if i == chosen else ''}>{''.join(f'<td{' class=bar' if cell.startswith(BLOCK) else ''}>{escape(cell)}</td>' for cell in row)}</tr>"
-        for i, row in enumerate(rows)
-    )
+    body = "".join(f"<tr{' class=chosen' if i == chosen else ''}>{''.join(map(_td, row))}</tr>" for i, row in enumerate(rows))
     return f"<table class={kind}><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _td(cell: str) -> str:
+    return f"<td{' class=bar' if cell.startswith(BLOCK) else ''}>{escape(cell)}</td>"
 
 
 def bits_class(bits: float) -> str:
@@ -241,7 +242,7 @@ def front_html(front: FrontResult) -> str:
     return _page(*parts)
 
 
-def memory_html(rows: Sequence[dict[str, Any]], largest: Sequence[dict[str, Any]]) -> str:
+def memory_html(rows: Sequence[dict[str, Any]], largest: Sequence[dict[str, Any]], limit: int | None = None) -> str:
     """Return what weights and caches take."""
     fits = bool(rows) and "fits" in rows[0]
     columns = ("KV format", "context", "batch", "KV cache", "weights", "total", *(("fits",) if fits else ()))
@@ -260,7 +261,7 @@ def memory_html(rows: Sequence[dict[str, Any]], largest: Sequence[dict[str, Any]
             (r["kv_format"], *(f"{c:,}" for c in (*r["context_by_batch"].values(), *r["batch_by_context"].values())))
             for r in largest
         ]
-        parts.append(table("the most that fits", ("KV format", *names), most))
+        parts.append(table("the most that fits" + model_limit(limit), ("KV format", *names), most))
     return _page(*parts)
 
 

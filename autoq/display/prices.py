@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoq.display.words import size
+from autoq.display.words import model_limit, size
 
 if TYPE_CHECKING:
     from autoq.api.pricing import Memory
@@ -28,13 +28,14 @@ def memory_table(memory: Memory, what: str, available: int | None) -> Renderable
         cells = [row["kv_format"], f"{row['context']:,}", str(row["batch"])]
         cells += [size(row[f"{k}_bytes"]) for k in ("kv", "weight", "total")]
         table.add_row(*cells, *([] if available is None else ["yes" if row["fits"] else "no"]))
-    return table if available is None else Group(table, Text(""), _largest_table(memory.largest, available))
+    return table if available is None else Group(table, Text(""), _largest_table(memory, available))
 
 
-def _largest_table(largest: list[dict[str, Any]], available: int) -> RenderableType:
+def _largest_table(memory: Memory, available: int) -> RenderableType:
     """Return the largest context for each batch, and the largest batch for each context."""
+    largest = memory.largest
     table = Table(
-        title=f"the most that fits into {size(available)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
+        title=f"the most that fits into {size(available)}{model_limit(memory.limit)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
         header_style="dim",
     )  # fmt: skip
     table.add_column("KV format")

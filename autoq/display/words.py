@@ -24,6 +24,11 @@ def nats(value: float) -> str:
     return f"{value:.4f}" if value >= 0.001 or value == 0 else f"{value:.1e}"
 
 
+def model_limit(limit: int | None) -> str:
+    """Return what bounds a context beside the memory."""
+    return "" if limit is None else f"; the model itself reads at most {limit:,} tokens"
+
+
 def tiny(value: float) -> str:
     """Write a number near zero."""
     return f"{value:.1e}" if value else "0"

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from autoq import api
+from autoq.model.head import cache_argument
 from autoq.model.packed_cache import QuantizedKVCache
 from autoq.recipe import read_recipe
 
@@ -32,7 +33,7 @@ def generate(prompt: str, new_tokens: int = 64) -> str:
     inputs = tokenizer(prompt, return_tensors="pt")
     cache = QuantizedKVCache.from_recipe(recipe, model.config, max_tokens=inputs["input_ids"].shape[1] + new_tokens)
     with api.quantized(model, recipe, caches=False), torch.no_grad():
-        found = model.generate(**inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False)
+        found = model.generate(**inputs, **{{cache_argument(model): cache}}, max_new_tokens=new_tokens, do_sample=False)
     return tokenizer.decode(found[0], skip_special_tokens=True)
 
 

@@ -14,6 +14,7 @@ from autoq.display import plots
 from autoq.display.damage_map import DamageMap
 from autoq.display.findings import Findings
 from autoq.display.html import heat_map, search_html
+from autoq.display.words import plus_minus, tiny
 
 
 @pytest.fixture
@@ -148,6 +149,35 @@ def test_text_takes_the_pages_own_colour(found: Findings) -> None:
     colours = re.findall(r"(?<![-\w])color:\s*([^;\"}]+)", html)
     assert {c.strip() for c in colours} == {"inherit"}
     assert all("a(" in c for c in re.findall(r"background-color:\s*([^;]+)", html))
+
+
+def test_a_front_is_drawn_of_every_result(found: Findings) -> None:
+    own = plots.front(found)
+    assert [t.name for t in own.data if t.mode == "lines+markers"] == ["weights, predicted", "cache, predicted"]
+    other = plots.front(autoq.front("run", [3, 4, 5]))
+    assert [len(t.x) for t in other.data if t.mode == "lines+markers"] == [3, 3]
+
+
+def test_a_front_shows_bars_knees_and_where_the_recipe_is(found: Findings) -> None:
+    html = autoq.front("run")._repr_html_()
+    assert html.count("<td>chosen</td>") == 2
+    assert html.count("<table class=front>") == 3
+    assert html.count("█" * 24) >= 3
+    assert "<td class=bar>" in html
+    parsed(html)
+
+
+def test_what_load_run_reads_shows_itself(found: Findings) -> None:
+    assert repr(found).startswith("<Findings: demo in ")
+    assert found._repr_html_() == search_html(found)
+
+
+def test_numbers_with_errors_have_as_many_digits() -> None:
+    assert plus_minus(0.0092, 1.8e-4) == "0.0092 ± 0.0002"
+    assert plus_minus(0.0092, 1e-6) == "0.0092 ± 1.0e-06"
+    assert plus_minus(2e-4, 1e-5) == "2.0e-04 ± 1.0e-05"
+    assert plus_minus(0.5, None) == plus_minus(0.5, float("inf")) == "0.5000"
+    assert (tiny(0.0), tiny(1.1e-9)) == ("0", "1.1e-09")
 
 
 def test_names_are_escaped() -> None:

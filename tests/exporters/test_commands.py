@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import autoq
 from autoq.exporters.consumers import CONSUMERS
 from autoq.exporters.importers import READERS
 from autoq.recipe import read_recipe
@@ -26,7 +27,11 @@ def recipe(demo_search: dict[str, Any], tmp_path: Path) -> Path:
 def test_what_a_consumer_lacks_is_refused_by_default(recipe: Path) -> None:
     done = run_autoq("export", str(recipe), "--to", "modelopt")
     assert done.returncode == 2
-    assert re.search(r"autoq: modelopt .*--round (scales|up) .*or search for it with --consumer modelopt", done.stderr)
+    assert re.search(
+        r"autoq: modelopt has no .* and \d+ more; .*: --round up .*or search for it with --consumer modelopt", done.stderr
+    )
+    with pytest.raises(autoq.ExportRefusedError, match=r'rounding="up" takes .* search for it with consumer="modelopt"'):
+        autoq.export(recipe, "modelopt")
     assert done.stdout == ""
     assert not (recipe.parent / "export").exists()
 
@@ -116,6 +121,42 @@ def test_tied_tensors_that_differ_are_refused(recipe: Path, tmp_path: Path) -> N
     assert done.returncode == 2
     assert "engines fuse the tensors of model.layers.0.self_attn.qkv, and they differ" in done.stderr
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_the_table_says_what_each_needs(recipe: Path) -> None:
+    done = run_autoq("export", str(recipe), "--to", "all")
+    assert done.returncode == 0
+    assert done.stdout.count("needs --round up: ") == len(CONSUMERS) - 1
+    assert "units in its own scales" in done.stdout
+    assert "--round scales lets a tool pick its own scales" in done.stdout
+    reports = autoq.export(recipe, "all", rounding="up")
+    assert repr(reports).startswith("consumer")
+    assert isinstance(reports, list)
+    assert f"wrote    {reports[0].files[0]}" in repr(reports[0])
+    assert repr(autoq.check(recipe)).startswith("passed: names, tied tensors")
+
+
+def test_formats_that_an_engine_does_not_load_are_told(recipe: Path) -> None:
+    """llm-compressor computes 3-bit and 2-bit integers, which vLLM does not load."""
+    data = yaml.safe_load(recipe.read_text())
+    data["formats"]["int3_g64_asym"] = {"element": "INT3 asym", "block": 64, "scale": "fp16", "rule": "minmax"}
+    for unit in data["weights"].values():
+        unit["format"] = "int3_g64_asym"
+    recipe.write_text(yaml.safe_dump(data, sort_keys=False))
+    done = run_autoq("export", str(recipe), "--to", "llm-compressor", "--round", "up")
+    assert done.returncode == 0, done.stderr
+    assert "note: vllm loads no weights in int3_g64_asym: search with --engine vllm as well" in " ".join(done.stdout.split())
+
+
+def test_what_llm_compressor_makes_for_vllm_is_loaded_by_it(tmp_path: Path) -> None:
+    few = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2", "--correct", "0", "--weak", "0")
+    search = ("search", "--budget", "4.5bits", "--consumer", "llm-compressor", "--engine", "vllm", "--run", "run", *few)
+    assert run_autoq(*search, cwd=tmp_path).returncode == 0
+    for consumer in ("llm-compressor", "vllm"):
+        done = run_autoq("export", "run", "--to", consumer, cwd=tmp_path)
+        assert "It says all that the recipe says." in done.stdout, done.stderr
+        assert "loads no weights" not in done.stdout
+    assert run_autoq("check", "run", "--engine", "vllm", cwd=tmp_path).returncode == 0
 
 
 def test_check_finds_what_was_edited(recipe: Path) -> None:
