@@ -45,7 +45,7 @@ def test_a_sample_packs_only_some_units_and_measures_all(recipe_copy: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "of 2 units by the kernels; 0 differ" in done.stdout
     units = sum(e.format != "bf16" for e in read_recipe(recipe_copy).weights.values())
-    assert f"passed: every packed byte of the 2 units that were drawn, of {units}, is right" in done.stdout
+    assert f"passed: every byte of 2 drawn units (of {units}) is right, and" in done.stdout
 
 
 def test_a_kernel_that_differs_fails_and_names_the_unit(recipe_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

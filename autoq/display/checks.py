@@ -40,8 +40,8 @@ def validation(result: Validation) -> RenderableType:
     lines.add_row("written into", str(result.recipe_path))
     when = "it measured unpacked" if measured and measured.chosen == "imported" else "the search measured"
     all_units = sum(e.format != "bf16" for e in result.recipe.weights.values())
-    drawn = "" if entry.units >= all_units else f" of the {entry.units} units that were drawn, of {all_units},"
-    why = f"every packed byte{drawn} is right, and the KL is the one that {when}" if entry.passed else "see below"
+    what = "every packed byte" if entry.units >= all_units else f"every byte of {entry.units} drawn units (of {all_units})"
+    why = f"{what} is right, and the KL is the one that {when}" if entry.passed else "see below"
     verdict = Text(f"passed: {why}", style="bold green") if entry.passed else Text(f"failed: {why}", style="bold red")
     return Group(Text("validation", style="bold"), lines, verdict)
 
