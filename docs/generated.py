@@ -73,7 +73,7 @@ def options(name: str) -> str:
         if option in helps and option != "model":
             what = re.sub(r"--([a-z][a-z-]*)", lambda m: f"`{m[1].replace('-', '_')}`", helps[option])
             star = "" if option in profiles else " *"
-            kind = str(parameter.annotation).replace("|", "\\|")
+            kind = str(parameter.annotation).replace(" | ", " or ")
             lines.append(f"| `{option}`{star} | `{parameter.default!r}` | {what} (`{kind}`) |")
     return "\n".join(lines)
 
