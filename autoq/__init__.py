@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from autoq import plots
     from autoq.api import (
         ExportRefusedError,
         ExportReport,
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
         load_run,
         read_recipe,
     )
-    from autoq.display import plots
     from autoq.errors import AutoqError, UserError
     from autoq.verbs import (
         check,
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name == "plots":
-        return importlib.import_module("autoq.display.plots")
+        return importlib.import_module("autoq.plots")
     for module, names in _WHERE.items():
         if name in names:
             return getattr(importlib.import_module(f"autoq.{module}"), name)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 
-from autoq.api.exporting import ExportRefusedError
 from autoq.budget import parse_duration, parse_size
 from autoq.config import SearchConfig
-from autoq.errors import UserError, unknown
+from autoq.errors import UserError, python_words, unknown
 from autoq.kinds import Kind, check_kind, kinds_checked
 from autoq.model.given import Given, dtype_of, name_of, source_of, token_ids
 
@@ -105,23 +102,6 @@ def _with_options(own: inspect.Signature, options: type) -> inspect.Signature:
         inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, n), annotation=a) for n, a in shown.items()
     ]
     return own.replace(parameters=listed)
-
-
-@contextmanager
-def python_words() -> Iterator[None]:
-    """Name options as Python does in the errors of what is shared with the command line; commands in backticks stay."""
-    try:
-        yield
-    except ExportRefusedError as error:
-        error.args = (
-            re.sub(r"--(round|consumer) ([\w.-]+)", lambda m: f'{"rounding" if m[1] == "round" else m[1]}="{m[2]}"', str(error)),
-        )
-        raise
-    except UserError as error:
-        parts = str(error).split("`")
-        parts[::2] = [re.sub(r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), part) for part in parts[::2]]
-        error.args = ("`".join(parts), *error.args[1:])
-        raise
 
 
 def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any], front: bool = False) -> tuple[SearchConfig, Given]:

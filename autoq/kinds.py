@@ -68,7 +68,7 @@ BATCHES = WHOLE | COUNTS
 REPORTER = SWITCH | Kind("an object with say() and stage()", _has("say", "stage"))
 MODEL = Kind("a name, a path", PATH.accepts) | Kind("a loaded transformers model", _has("named_parameters", "config"))
 RECIPE = PATH | Kind("a recipe", _has("weight_formats")) | Kind("what a search returned", _has("recipe"))
-RUN = PATH | Kind("what a search or a profile returned", _has("run", "plan"))
+RUN = PATH | Kind("what a search or a profile returned", lambda v: _has("run", "plan")(v) or _has("run", "facts")(v))
 RESULT = PATH | Kind("what a search returned", _has("findings"))
 
 _BY_NAME: dict[str, Kind] = {

@@ -286,8 +286,9 @@ def to_yaml(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: Path | str) -> Recipe:
     """Read a recipe strictly: an unknown key, an unknown format or a missing field is a UserError that names it."""
+    path = Path(path)
     data = read_yaml(path, "recipe")
     if not isinstance(data, dict):
         raise UserError(f"the recipe {str(path)!r} is not a mapping of keys")

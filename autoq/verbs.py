@@ -104,14 +104,16 @@ def search_front(
 
 
 @verb(run=RUN)
-def front(run: Path | str | api.SearchResult | api.ProfileResult, budgets: Sequence[float] | None = None) -> api.FrontResult:
+def front(
+    run: Path | str | api.SearchResult | api.LoadedRun | api.ProfileResult, budgets: Sequence[float] | None = None
+) -> api.FrontResult:
     """Return the least predicted damage at every budget, from the run folder of a finished profile.
 
     Args:
         run: the folder, or what a search or a profile returned.
         budgets: bits per value; by default 2 to 9 in quarters.
     """
-    if isinstance(run, api.SearchResult):
+    if isinstance(run, (api.SearchResult, api.LoadedRun)):
         return run.front(budgets)
     return api.front(run.run if isinstance(run, api.ProfileResult) else Path(run), budgets)
 
@@ -119,7 +121,7 @@ def front(run: Path | str | api.SearchResult | api.ProfileResult, budgets: Seque
 @verb()
 @contextmanager
 def quantized(
-    model: PreTrainedModel, recipe: recipes.Recipe | api.SearchResult | Path | str, caches: bool = True
+    model: PreTrainedModel, recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str, caches: bool = True
 ) -> Iterator[PreTrainedModel]:
     """Run the block with a recipe's weights, keys and values in place of the model's own; everything is back afterwards.
 
@@ -139,7 +141,7 @@ def quantized(
 @verb(context=SIZES, batch=BATCHES)
 def memory(
     model: PreTrainedModel | str | None = None, context: int | str | Sequence[int | str] = "1k", batch: int | Sequence[int] = 1, *,
-    recipe: recipes.Recipe | api.SearchResult | Path | str | None = None, engine: str = SearchConfig.engine, target: str = SearchConfig.target,
+    recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str | None = None, engine: str = SearchConfig.engine, target: str = SearchConfig.target,
     available: int | str | None = None,
 ) -> api.Memory:  # fmt: skip
     """Price weights and KV cache for every KV format, context and batch; a config alone is enough.
@@ -167,7 +169,7 @@ def memory(
 
 @verb()
 def validate(
-    recipe: recipes.Recipe | api.SearchResult | Path | str, model: PreTrainedModel | str | None = None, text: Any = None, *,
+    recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str, model: PreTrainedModel | str | None = None, text: Any = None, *,
     sample: int | None = None, seed: int = SearchConfig.seed, progress: bool | Reporter = True,
 ) -> api.Validation:  # fmt: skip
     """Pack a recipe with the real kernels, check every byte, and measure the model that runs on them.
@@ -192,7 +194,7 @@ def validate(
             "validate writes what it finds into the recipe's file: give the file, the run folder or the search's result"
         )
     else:
-        path = api.find_recipe(Path(recipe))
+        path = api.find_recipe(recipe.run if isinstance(recipe, api.LoadedRun) else Path(recipe))
     loaded = None if model is None or isinstance(model, str) else model
     has_tokenizer = is_tokenizer(text)
     ids = None if text is None or has_tokenizer else token_ids(text, "text")
@@ -202,7 +204,7 @@ def validate(
 
 @verb()
 def export(
-    recipe: recipes.Recipe | api.SearchResult | Path | str, to: str, out: Path | str | None = None, rounding: str = "none",
+    recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str, to: str, out: Path | str | None = None, rounding: str = "none",
     model: PreTrainedModel | str | None = None,
 ) -> api.ExportReport | list[api.ExportReport]:  # fmt: skip
     """Write a recipe for a PTQ tool or a serving engine, or for "all" of them, and say what it cannot say.
@@ -221,7 +223,7 @@ def export(
     if isinstance(recipe, api.SearchResult):  # its own recipe, whatever the run folder holds by now
         folder = recipe.run / "export" if to == api.ALL else recipe.run / "export" / to
         return recipe.recipe.export(to, out or folder, rounding, model or recipe.plan.given.model)
-    its = recipe
+    its = recipe.run if isinstance(recipe, api.LoadedRun) else recipe
     if not isinstance(its, recipes.Recipe):
         its = api.find_recipe(Path(its))
     return api.export_all(its, out, rounding, model) if to == api.ALL else api.export(its, to, out, rounding, model)
@@ -250,7 +252,7 @@ def import_recipe(
 
 @verb()
 def check(
-    recipe: recipes.Recipe | api.SearchResult | Path | str, model: PreTrainedModel | str | None = None, *, engine: str | None = None,
+    recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str, model: PreTrainedModel | str | None = None, *, engine: str | None = None,
     target: str | None = None, consumer: str | None = None,
 ) -> api.Checked:  # fmt: skip
     """Check a recipe against its model, an engine, a device and a tool; `problems` says what is wrong."""
@@ -261,7 +263,7 @@ def check(
 
 @verb()
 def retrieval(
-    recipe: Path | str | api.SearchResult, model: PreTrainedModel | str | None = None, text: PreTrainedTokenizerBase | None = None, *, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
+    recipe: Path | str | api.SearchResult | api.LoadedRun, model: PreTrainedModel | str | None = None, text: PreTrainedTokenizerBase | None = None, *, lengths: Sequence[int] = (256,), depths: Sequence[float] = (0.0, 0.5, 1.0),
     samples: int = 4, seed: int = SearchConfig.seed, progress: bool | Reporter = True,
 ) -> api.Retrieval:  # fmt: skip
     """Plant facts in generated text, and see whether the quantized model finds them as the original does.
@@ -281,7 +283,11 @@ def retrieval(
         raise UserError(f"text is a {type(text).__name__}: give the model's tokenizer")
     if isinstance(recipe, recipes.Recipe):
         raise UserError("retrieval reads a recipe's file: give the file, the run folder or the search's result")
-    path = _file_of(recipe) if isinstance(recipe, api.SearchResult) else api.find_recipe(Path(recipe))
+    path = (
+        _file_of(recipe)
+        if isinstance(recipe, api.SearchResult)
+        else api.find_recipe(recipe.run if isinstance(recipe, api.LoadedRun) else Path(recipe))
+    )
     if isinstance(recipe, api.SearchResult):
         model, text = model or recipe.plan.given.model, text or recipe.plan.given.tokenizer
     given = Given(None if model is None or isinstance(model, str) else model, text)
@@ -315,7 +321,7 @@ def _file_of(result: api.SearchResult) -> Path:
     return result.recipe_path
 
 
-def _recipe(recipe: recipes.Recipe | api.SearchResult | Path | str) -> recipes.Recipe:
-    if isinstance(recipe, api.SearchResult):
+def _recipe(recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str) -> recipes.Recipe:
+    if isinstance(recipe, (api.SearchResult, api.LoadedRun)):
         return recipe.recipe
     return recipe if isinstance(recipe, recipes.Recipe) else api.read_recipe(recipe)

@@ -17,6 +17,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 mpl.rcParams["svg.hashsalt"] = "autoq"
+LINE, WIDTH = 10.5, 75  # of a label, in pixels
 
 
 def draw(results: dict[str, Any], out: Path) -> None:
@@ -30,10 +31,6 @@ def draw(results: dict[str, Any], out: Path) -> None:
         color="#888888",
         label="one format for all weights",
     )
-    for r in uniform:
-        axes.annotate(
-            r["format"], (r["bits"], r["measured"]), xytext=(4, 4), textcoords="offset points", fontsize=7, color="#666666"
-        )
     for space, colour, label in (
         ("plain", "#7aa6d6", "searched, one encoder a format"),
         ("default", "#1f6fd0", "searched, with rounding variants"),
@@ -56,8 +53,26 @@ def draw(results: dict[str, Any], out: Path) -> None:
         )
     axes.set(yscale="log", xlabel="effective bits per weight", ylabel="measured KL, nats per token", xlim=(3, 8.7))
     axes.legend(frameon=False)
+    name_points(axes, uniform)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, metadata={"Date": None})
+
+
+def name_points(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Write formats beside their points, those that would lie on one another below each other."""
+    axes.figure.canvas.draw()
+    placed: list[tuple[float, float]] = []
+    for row in sorted(rows, key=lambda r: -r["measured"]):
+        x, y = axes.transData.transform((row["bits"], row["measured"]))
+        at = y
+        while any(abs(at - other) < LINE and abs(x - beside) < WIDTH for beside, other in placed):
+            at -= 1
+        placed.append((x, at))
+        points = 72 / axes.figure.dpi
+        axes.annotate(
+            row["format"], (row["bits"], row["measured"]), xytext=(5, (at - y) * points + 1), textcoords="offset points", fontsize=7,
+            color="#555555", va="center",
+        )  # fmt: skip
 
 
 def table(results: dict[str, Any]) -> str:
@@ -118,7 +133,11 @@ def trials_table(results: dict[str, Any]) -> str:
         lines.append(
             f"| {row['budget']} | {row['solution']:.4f} ± {row['stderr']:.4f} | {gains[0]} | {gains[1]} | {row['seconds_60']:,.0f} |"
         )
-    lines += ["", "| bits | damage solved with | cells measured alone | measured KL | less by |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| bits | damage solved with | cells measured alone | measured KL | less than with columns corrected, by |",
+        "|---|---|---|---|---|",
+    ]
     for row in results["weak_spots"]:
         gain, error = row["less_than_columns"], row["error"]
         less = "" if gain is None else "the same recipe" if gain == error == 0 else f"{-gain:+.3f} ± {error:.3f}"

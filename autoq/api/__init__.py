@@ -15,7 +15,7 @@ from autoq.api.plan import Plan, make_plan
 from autoq.api.pricing import Memory, memory
 from autoq.api.profiling import ProfileResult, profile
 from autoq.api.recipe import Recipe, read_recipe
-from autoq.api.reporting import load_run, report
+from autoq.api.reporting import LoadedRun, load_run, report
 from autoq.api.retrieving import Retrieval, retrieval
 from autoq.api.searching import SearchResult, search
 from autoq.api.showing import find_profile, find_recipe, show
@@ -36,6 +36,7 @@ __all__ = [
     "HasFindings",
     "Imported",
     "Installation",
+    "LoadedRun",
     "MeasuredPoint",
     "Memory",
     "Plan",

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoq.allocation.engine import solve_for_engine
 from autoq.allocation.exchange import Solver
 from autoq.allocation.front import FrontPoint, TotalPoint, knees, sweep, sweep_total
 from autoq.allocation.problem import make_problem
 from autoq.allocation.solver import solve
-from autoq.allocation.space import load_space
-from autoq.api.plan import searchable
+from autoq.api.plan import make_plan
 from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
 from autoq.cost.kv_memory import cache_values, context_of
@@ -25,7 +25,6 @@ from autoq.measure.profile import Profile
 from autoq.model import load
 from autoq.model.given import Given
 from autoq.model.unit import ModelUnits
-from autoq.model.units import find_units
 from autoq.recipe import read_recipe
 from autoq.run_folder import RECIPE, RunFolder
 
@@ -108,7 +107,10 @@ class FrontResult:
         return plots.front(self)
 
     def __repr__(self) -> str:
-        return f"<FrontResult of {self.run}: {len(self.weights)} points of the weights, {len(self.kv)} of the cache, {len(self.measured)} measured>"
+        from autoq.display.fronts import fronts
+        from autoq.display.text import as_text
+
+        return as_text(fronts(self))
 
     def _repr_html_(self) -> str:
         return front_html(self)
@@ -158,7 +160,8 @@ def described(run: Path, given: Given | None = None) -> SearchConfig:
             raise ValueError(f"context {context}")
         if given is None or given.model is None:
             context_of(load.load_config(load.model_source(model)).get_text_config(decoder=True), context)
-        return SearchConfig(model=model, space=space, include=tuple(description["include"]), context=context)
+        limits = {name: str(description[name]) for name in ("engine", "consumer", "target") if name in description}
+        return SearchConfig(model=model, space=space, include=tuple(description["include"]), context=context, **limits)  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
 
@@ -177,12 +180,15 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
         raise UserError(
             f"the profile in {str(run)!r} has {profile.done} of {profile.fingerprint.sequences} sequences: finish it with --resume"
         )
-    empty = load.empty_model(load.load_config(load.model_source(config.model)))
-    units, candidates, _ = searchable(find_units(empty, config.include), empty, load_space(config.space), kv_wanted=False)
+    plan = make_plan(replace(config, run=run, resume=True), budgets_needed=False)
+    units = plan.units
     measured_on = max((found.sequences for found in profile.uniform_kl.values()), default=0)
     factors = correction_factors(profile, units, measured_on) if measured_on else {}
     predictor = Predictor(profile, units, factors=factors)
-    found = predicted_fronts(run, units, candidates, predictor.whole, config.context, budgets, error=predictor.error)
+    found = predicted_fronts(
+        run, units, plan.candidates, predictor.whole, config.context, budgets, plan.budgets.batch,
+        lambda problem: solve_for_engine(problem, units, plan.engine), predictor.error,
+    )  # fmt: skip
     return replace(found, notes=_uncorrected(found, factors), chosen=_chosen(run))
 
 

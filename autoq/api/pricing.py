@@ -38,14 +38,21 @@ class Memory:
         largest: with a device's memory, for every KV format the largest context by batch, and the largest batch by context; 0 where
             none fits.
         limit: the model's own maximum of tokens, or None.
+        available: bytes of the device, or None.
+        left_out: formats that engine or target cannot have, in words.
     """
 
     rows: list[dict[str, Any]]
     largest: list[dict[str, Any]]
     limit: int | None = None
+    available: int | None = None
+    left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"<Memory: {len(self.rows)} rows by KV format, context and batch>"
+        from autoq.display.prices import memory_table
+        from autoq.display.text import as_text
+
+        return as_text(memory_table(self, "memory", self.available))
 
     def _repr_html_(self) -> str:
         return memory_html(self.rows, self.largest, self.limit)
@@ -108,10 +115,17 @@ def memory(
                     row |= {"peak_bytes": peak, "fits": peak <= available}
                 rows.append(row)
     limit = getattr(text_config, "max_position_embeddings", None)
+    left_out = _left_out(units, prices.engine, target_of(target), formats)
     if available is None:
-        return Memory(rows, [], limit)
+        return Memory(rows, [], limit, None, left_out)
     longest = limit or 2**24
-    return Memory(rows, [_largest(prices, n, f, contexts, batches, longest, available) for n, f in formats.items()], limit)
+    return Memory(
+        rows,
+        [_largest(prices, n, f, contexts, batches, longest, available) for n, f in formats.items()],
+        limit,
+        available,
+        left_out,
+    )
 
 
 def _cache_formats(
@@ -129,6 +143,19 @@ def _cache_formats(
     served = {n: f for n, f in KV_FORMATS.items() if is_served(f)}
     found = {name: dict.fromkeys((u.name for u in units.caches), f) for name, f in served.items() if _fits_heads(f, units)}
     return {"recipe": dict(recipe_assignment(recipe, units).caches)} | found if recipe else found
+
+
+def _left_out(units: ModelUnits, engine: Engine, target: Target, kept: Mapping[str, object]) -> tuple[str, ...]:
+    """Say which cache formats are not priced, and why."""
+    why: dict[str, list[str]] = {}
+    for name, fmt in KV_FORMATS.items():
+        if name in kept:
+            continue
+        reason = target.refusal(fmt) or (
+            "no group fits this model's head_dim" if not _fits_heads(fmt, units) else f"{engine.name} does not serve it"
+        )
+        why.setdefault(reason, []).append(name)
+    return tuple(f"left out {', '.join(names)}: {reason}" for reason, names in why.items())
 
 
 def _fits_heads(fmt: KVFormat, units: ModelUnits) -> bool:

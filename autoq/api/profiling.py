@@ -244,5 +244,8 @@ def _description(plan: Plan) -> dict[str, Any]:
         "correct": config.correct,
         "weak": config.weak,
         "version": __version__,
+        "engine": config.engine,
+        "consumer": config.consumer,
+        "target": config.target,
         "own_formats": _own_formats(plan),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from autoq.api.exporting import previews
+from autoq.api.fronts import FrontResult, front
 from autoq.api.recipe import Recipe, read_recipe
 from autoq.display.exports import summary
 from autoq.display.findings import Findings, HasFindings
-from autoq.errors import UserError
+from autoq.errors import UserError, python_words
 from autoq.kinds import check_kind
 from autoq.run_folder import RECIPE, RESULT, make_folder, write_atomically
 
@@ -29,7 +31,27 @@ NEEDED = (
 )  # fmt: skip
 
 
-def load_run(run: Path | str) -> Findings:
+class LoadedRun(Findings):
+    """What a search left in its run folder; verbs and plots take it as they take a search's result.
+
+    Attributes:
+        recipe: the recipe.
+        facts: every figure, as `autoq search --json` prints them, and the damage of every cell.
+        run: the folder.
+    """
+
+    def front(self, budgets: Sequence[float] | None = None) -> FrontResult:
+        """Return the least predicted damage at every budget in bits per value; see `autoq.front`."""
+        with python_words():
+            check_kind("budgets", budgets, None)
+            return front(self.run, budgets)
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write the report, one HTML file, and return where: by default report.html in the run folder."""
+        return report(self, out)
+
+
+def load_run(run: Path | str) -> LoadedRun:
     """Read what a search left in its run folder: the recipe, and every figure for plots and the report.
 
     Raises UserError for a folder without a finished search, one of an older version, or figures of another recipe.
@@ -59,7 +81,7 @@ def load_run(run: Path | str) -> Findings:
         raise UserError(
             f"{str(folder / RESULT)!r} holds the figures of another recipe than {RECIPE} there: the last search did not end, run it again"
         )
-    return Findings(recipe, facts, folder)
+    return LoadedRun(recipe, facts, folder)
 
 
 def _belong_together(recipe: Recipe, facts: dict[str, Any]) -> bool:

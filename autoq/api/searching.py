@@ -36,7 +36,7 @@ from autoq.display.findings import Findings
 from autoq.display.html import search_html
 from autoq.display.progress import Clock, Reporter, Silent
 from autoq.display.words import answer
-from autoq.errors import UserError
+from autoq.errors import UserError, python_words
 from autoq.kinds import check_kind
 from autoq.measure.divergence import Divergence, Yardstick
 from autoq.measure.estimate import TRUSTED_KL, DamageTable, disagreeing_cells
@@ -117,16 +117,17 @@ class SearchResult:
             measure: bits per weight at which to measure a recipe.
             measure_kv: bits per cached value at which to measure one.
         """
-        for name, given in (("budgets", budgets), ("measure", measure), ("measure_kv", measure_kv)):
-            check_kind(name, given, None)
-        if measure or measure_kv:
-            return measure_front(self.run, budgets, measure, measure_kv, given=self.plan.given)
-        plan, engine, totals = self.plan, self.plan.engine, self.recipe.totals
-        found = predicted_fronts(
-            self.run, plan.units, plan.candidates, self.prices.table, plan.budgets.context, budgets, plan.budgets.batch,
-            lambda problem: solve_for_engine(problem, plan.units, engine), self.prices.predictor(self.profile, plan.units).error,
-        )  # fmt: skip
-        return replace(found, chosen=(totals.bits, totals.kv_bits))
+        with python_words():
+            for name, given in (("budgets", budgets), ("measure", measure), ("measure_kv", measure_kv)):
+                check_kind(name, given, None)
+            if measure or measure_kv:
+                return measure_front(self.run, budgets, measure, measure_kv, given=self.plan.given)
+            plan, engine, totals = self.plan, self.plan.engine, self.recipe.totals
+            found = predicted_fronts(
+                self.run, plan.units, plan.candidates, self.prices.table, plan.budgets.context, budgets, plan.budgets.batch,
+                lambda problem: solve_for_engine(problem, plan.units, engine), self.prices.predictor(self.profile, plan.units).error,
+            )  # fmt: skip
+            return replace(found, chosen=(totals.bits, totals.kv_bits))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the report, one HTML file, and return where: by default report.html in the run folder."""
@@ -240,6 +241,7 @@ def _search(config: SearchConfig, clock: Clock, given: Given) -> SearchResult:
     if kept := keep_other_budget(path, recipe):
         clock.reporter.say(f"the recipe for {kept[1]} that was here is kept as {kept[0]}")
     recipe.write(path)
+    recipe = Recipe.of(recipe, path)
     warnings = _warnings(done, confirmed, prices.table)
     if config.max_kl is not None and divergence.mean_kl > config.max_kl:
         warnings = (f"the recipe measured {divergence.mean_kl:.4g} nats, above --max-kl {config.max_kl:g}: ask for less", *warnings)

@@ -93,6 +93,7 @@ def _measure_front(
         prices.table,
         plan.budgets.context,
         budgets,
+        solver=lambda problem: solve_for_engine(problem, plan.units, plan.engine),
         error=prices.predictor(done.profile, plan.units).error,
     )
     return replace(front, measured=points)

@@ -10,7 +10,7 @@ import typer
 from autoq.cli.app import app
 from autoq.cli.completion import CONSUMERS, ENGINES, KINDS, ROUNDS, TARGETS, among, models
 from autoq.cli.options import Debug, ItsModel, Json, RecipeFile
-from autoq.cli.output import fail, print_json, printed, reporter, stdout
+from autoq.cli.output import fail, found_recipe, print_json, printed, reporter, stdout
 from autoq.config import SearchConfig
 
 D = SearchConfig()
@@ -40,7 +40,7 @@ def export(
     """Write a recipe as a PTQ tool or a serving engine takes it, and say what it cannot say."""
     from autoq import api
 
-    path = api.find_recipe(recipe)
+    path = found_recipe(recipe)
     if to == "all":
         reports = api.export_all(path, out, rounding, model)
         if as_json:
@@ -138,7 +138,7 @@ def check(
     """Check a recipe against its model, an engine, a device and a tool; exit code 1 if something is wrong."""
     from autoq import api
 
-    found = api.check(api.find_recipe(recipe), model, engine, target, consumer)
+    found = api.check(found_recipe(recipe), model, engine, target, consumer)
     if as_json:
         print_json(found.to_json())
     elif not found.problems:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -38,7 +40,7 @@ def stdout() -> Console:
     console = Console()
     if console.width < 1:  # COLUMNS=0
         console = Console(width=80)
-    return console if console.is_terminal else Console(width=max(console.width, 110))
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=max(console.width, 110))
 
 
 def printed(found: RenderableType) -> None:
@@ -62,6 +64,21 @@ def reporter() -> RichReporter:
 def print_json(data: dict[str, Any]) -> None:
     """Print one JSON object on stdout."""
     sys.stdout.write(json.dumps(data, allow_nan=False, default=str) + "\n")
+
+
+def newest(path: Path) -> Path:
+    """Say on stderr which run or recipe a command took where none was named, and return it."""
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(f"the newest: {path}", style="dim"), soft_wrap=True)
+    return path
+
+
+def found_recipe(path: Path | None) -> Path:
+    """Return the recipe file behind a path; the newest run's is named on stderr."""
+    from autoq import api
+
+    return newest(api.find_recipe(None)) if path is None else api.find_recipe(path)
 
 
 def complain(text: str) -> None:

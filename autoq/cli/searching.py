@@ -32,7 +32,7 @@ from autoq.cli.options import (
     Trials,
     TrialSamples,
 )
-from autoq.cli.output import fail, print_json, printed, reporter, stdout
+from autoq.cli.output import fail, newest, print_json, printed, reporter, stdout
 from autoq.config import SIDES, SearchConfig
 from autoq.errors import UserError
 
@@ -289,7 +289,7 @@ def front(
     )
     from autoq import api
 
-    folder = api.find_profile(run)
+    folder = newest(api.find_profile(None)) if run is None else run
     if weights or caches:
         result = api.measure_front(folder, asked, weights or [], caches or [], eval_, reporter())
     elif eval_ is not None:

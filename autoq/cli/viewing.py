@@ -10,7 +10,7 @@ import typer
 from autoq.cli.app import app
 from autoq.cli.completion import ENGINES, TARGETS, among, runs
 from autoq.cli.options import Debug, ItsModel, Json, RecipeFile
-from autoq.cli.output import fail, print_json, printed, reporter, stdout
+from autoq.cli.output import fail, found_recipe, newest, print_json, printed, reporter, stdout
 from autoq.config import SearchConfig
 from autoq.errors import UserError
 
@@ -27,7 +27,7 @@ def show(
     from autoq import api
     from autoq.recipe import read_recipe
 
-    view = api.show(read_recipe(api.find_recipe(recipe)))
+    view = api.show(read_recipe(found_recipe(recipe)))
     if as_json:
         print_json(view)
     else:
@@ -51,7 +51,7 @@ def report(
     """Write what a search found as one HTML file with plots, which opens without a network."""
     from autoq import api
 
-    folder = api.find_recipe(None).parent if run is None else run
+    folder = newest(api.find_recipe(None)).parent if run is None else run
     path = api.report(folder, out, model)
     if as_json:
         print_json({"report": str(path), "bytes": path.stat().st_size})
@@ -77,7 +77,7 @@ def validate(
     import autoq.kernels.launch  # noqa: F401  without a GPU this turns Triton's interpreter on, before anything imports triton
     from autoq import api
 
-    result = api.validate(api.find_recipe(recipe), model, sample, seed, reporter())
+    result = api.validate(found_recipe(recipe), model, sample, seed, reporter())
     if as_json:
         print_json(result.to_json())
     else:
@@ -105,7 +105,7 @@ def retrieval(
     percents = list(dict.fromkeys(parse_count(d, "--depths") for d in depths.split(",")))
     from autoq import api
 
-    result = api.retrieval(api.find_recipe(recipe), model, tokens, [p / 100 for p in percents], samples, seed, reporter())
+    result = api.retrieval(found_recipe(recipe), model, tokens, [p / 100 for p in percents], samples, seed, reporter())
     if as_json:
         print_json(result.to_json())
     else:

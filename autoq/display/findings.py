@@ -52,7 +52,7 @@ class Findings:
         return DamageMap((*weights, *caches), self.facts.get("damage") or {})
 
     def __repr__(self) -> str:
-        return f"<Findings: {answer(self.recipe, self.facts)} In {self.run}>"
+        return f"<{type(self).__name__}: {answer(self.recipe, self.facts)} In {self.run}>"
 
     def _repr_html_(self) -> str:
         from autoq.display.html import search_html

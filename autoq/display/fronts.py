@@ -58,7 +58,9 @@ def front_table(points: tuple[FrontPoint, ...], chosen: float | None, what: str,
     table = table_of(f"front, {what}", "bits", *(["bytes"] if sizes else []), "predicted KL", LOG)
     drawn = bars([p.predicted_kl for p in points])
     its = nearest(points, chosen)
-    bends = knees([p.bits for p in points], [p.predicted_kl for p in points])
+    bends = (
+        knees([p.bits for p in points], [p.predicted_kl for p in points]) if sizes else []
+    )  # of the whole front, not around a budget
     for i, point in enumerate(points):
         mark = " ◄ chosen" if i == its else KNEE if i in bends else ""
         style = "bold cyan" if i == its else ""

@@ -99,10 +99,10 @@ def damage(result: HasFindings, side: str | None = None) -> go.Figure:
     rows = [{**p, "predicted_kl": p["predicted_kl"] + beside} for p in facts[name]]
     other = "cache" if asked == "weights" else "weights"
     _front_line(figure, rows, "front, predicted" + (f", with the result's {other}" if beside else ""))
-    uniforms = facts["uniform"]
+    uniforms = _best_by_bits(facts["uniform"], bits)
     figure.add_scatter(
         x=[u[bits] for u in uniforms], y=[u["measured_kl"] for u in uniforms], text=[u["format"] for u in uniforms], mode="markers",
-        name="uniform formats, measured", marker={"color": POINT, "size": 8}, hovertemplate="%{text}: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
+        name="uniform formats" + (" of both sides" if beside else "") + ", measured", marker={"color": POINT, "size": 8}, hovertemplate="%{text}: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
     )  # fmt: skip
     figure.add_scatter(
         x=[facts[bits]], y=[facts["measured_kl"]], mode="markers", name="the result, measured",
@@ -123,7 +123,7 @@ def front(result: FrontResult | HasFindings) -> go.Figure:
         facts = _findings(result).facts
         sides = {"weights": facts["front"], "cache": facts["kv_front"]}
         beside: Sequence[MeasuredPoint] = ()
-    elif hasattr(result, "measured") and hasattr(result, "kv"):
+    elif hasattr(result, "measured") and hasattr(result, "total"):
         sides = {
             side: [{"bits": p.bits, "predicted_kl": p.predicted_kl, "predicted_kl_stderr": p.stderr} for p in points]
             for side, points in (("weights", result.weights), ("cache", result.kv))
@@ -289,12 +289,27 @@ def _front_line(figure: go.Figure, points: Sequence[Mapping[str, Any]], name: st
         ::-1
     ]
     figure.add_scatter(
-        x=x + x[::-1], y=band, fill="toself", mode="none", fillcolor=_tint(colour), name="its standard error", hoverinfo="skip"
+        x=x + x[::-1],
+        y=band,
+        fill="toself",
+        mode="none",
+        fillcolor=_tint(colour),
+        name="standard error of the prediction",
+        hoverinfo="skip",
+        showlegend=False,
     )
     figure.add_scatter(
         x=x, y=y, mode="lines+markers", name=name, line={"color": colour}, marker={"size": 4}, customdata=errors,
         hovertemplate="%{y:.4g} ± %{customdata:.2g} nats at %{x:.3f} bits<extra>" + name + "</extra>",
     )  # fmt: skip
+
+
+def _best_by_bits(uniforms: Sequence[Mapping[str, Any]], bits: str) -> list[Mapping[str, Any]]:
+    """Return the best uniform recipe of each size: where both sides are searched, many differ in the other side alone."""
+    best: dict[float, Mapping[str, Any]] = {}
+    for row in sorted(uniforms, key=lambda u: -float(u["measured_kl"])):
+        best[round(row[bits], 3)] = row
+    return list(best.values())
 
 
 def _decades(z: Sequence[Sequence[float | None]]) -> dict[str, Any]:

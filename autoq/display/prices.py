@@ -28,7 +28,8 @@ def memory_table(memory: Memory, what: str, available: int | None) -> Renderable
         cells = [row["kv_format"], f"{row['context']:,}", str(row["batch"])]
         cells += [size(row[f"{k}_bytes"]) for k in ("kv", "weight", "total")]
         table.add_row(*cells, *([] if available is None else ["yes" if row["fits"] else "no"]))
-    return table if available is None else Group(table, Text(""), _largest_table(memory, available))
+    parts: list[RenderableType] = [table] if available is None else [table, Text(""), _largest_table(memory, available)]
+    return Group(*parts, *(Text(reason, style="dim") for reason in memory.left_out))
 
 
 def _largest_table(memory: Memory, available: int) -> RenderableType:

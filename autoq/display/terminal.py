@@ -157,6 +157,11 @@ def _next_steps(result: SearchResult) -> list[tuple[str, str]]:
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
         (f"{autoq} export {result.run} --to {asked.consumer}", f"for {asked.consumer}")
         if asked.consumer != "none"
+        else (
+            f"{autoq} export {result.run} --to {asked.engine} --round scales",
+            f"for {asked.engine}, whose tools pick scales in their own way",
+        )
+        if asked.engine != "none"
         else (f"{autoq} export {result.run} --to all --round up", "for PTQ tools and engines, in the formats that each has"),
         (f"{autoq} front {result.run}", "other budgets' cost"),
         (" ".join(another.split()), "another budget"),

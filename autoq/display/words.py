@@ -31,7 +31,7 @@ def model_limit(limit: int | None) -> str:
 
 def tiny(value: float) -> str:
     """Write a number near zero."""
-    return f"{value:.1e}" if value else "0"
+    return f"{value:.1e}" if value >= 1e-12 else "below 1e-12"
 
 
 def plus_minus(value: float, error: float | None) -> str:

@@ -42,7 +42,7 @@ def write(subject: Subject) -> dict[str, str]:
     flags = f" -ctk {next(iter(keys))} -ctv {next(iter(values))}" if keys and keys | values != {"bf16"} else ""
     script = (
         "#!/bin/sh\n# sh quantize-and-serve.sh MODEL-BF16.gguf MODEL.gguf\nset -e\n"
-        f'llama-quantize --tensor-type-file tensor-types.txt --token-embedding-type bf16 --output-tensor-type {head} "$1" "$2" {BASE}\n'
+        f'llama-quantize --tensor-type-file "$(dirname "$0")/tensor-types.txt" --token-embedding-type bf16 --output-tensor-type {head} "$1" "$2" {BASE}\n'
         f'exec llama-server -m "$2"{flags}{" -fa on" if flags else ""}\n'
     )
     return {"tensor-types.txt": "\n".join(lines) + "\n", "quantize-and-serve.sh": script}

@@ -196,6 +196,8 @@ def _ids(batch: Any, what: str) -> torch.Tensor:
     if ids.is_meta or ids.is_nested or ids.layout != torch.strided:
         kind = "on the meta device" if ids.is_meta else "nested" if ids.is_nested else "sparse"
         raise UserError(f"{what} has a batch that is {kind}: give dense token ids [sequences, tokens]")
+    if ids.dim() == 0:
+        raise UserError(f"{what} is one row of single ids, or holds {batch!r}: give sequences of token ids [sequences, tokens]")
     if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"{what} must be whole numbers [sequences, tokens], not {ids.dtype} {list(ids.shape)}")
     ids = ids.to("cpu", torch.int64)

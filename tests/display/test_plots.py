@@ -177,7 +177,7 @@ def test_numbers_with_errors_have_as_many_digits() -> None:
     assert plus_minus(0.0092, 1e-6) == "0.0092 ± 1.0e-06"
     assert plus_minus(2e-4, 1e-5) == "2.0e-04 ± 1.0e-05"
     assert plus_minus(0.5, None) == plus_minus(0.5, float("inf")) == "0.5000"
-    assert (tiny(0.0), tiny(1.1e-9)) == ("0", "1.1e-09")
+    assert (tiny(0.0), tiny(1.1e-9)) == ("below 1e-12", "1.1e-09")
 
 
 def test_names_are_escaped() -> None:
