@@ -150,6 +150,35 @@ def test_the_front_of_the_newest_run_says_what_is_not_corrected(tmp_path: Path) 
     assert done.stdout.count("note: no uniform format was measured to correct the prediction of the cache") == 1
 
 
+def test_a_front_keeps_to_the_engine_of_its_run(tmp_path: Path) -> None:
+    """vLLM has one cache format beside 16 bit: no mix of its own for every K and V."""
+    few = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2", "--eval-len", "64", "--correct", "0", "--weak", "0")
+    done = run_autoq(
+        "search", "--budget", "4.5bits", "--kv-budget", "8bits", "--engine", "vllm", "--run", "run", *few, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "autoq export run --to vllm --round scales" in done.stdout
+    assert run_autoq("export", "run", "--to", "vllm", "--round", "scales", cwd=tmp_path).returncode == 0
+    for point in json.loads(run_autoq("front", "run", "--json", cwd=tmp_path).stdout)["kv"]:
+        assert set(point["formats"]) - {"bf16"} <= {"fp8", "fp8_cast", "fp8_e5m2", "nvfp4", "int8_head"}
+        assert len(set(point["formats"]) - {"bf16"}) <= 1
+
+
+def test_a_device_says_what_it_leaves_out() -> None:
+    assert "left out nvfp4, " in run_autoq("memory", "--target", "h100").stdout
+    assert "left out" not in run_autoq("memory", "--target", "b200").stdout
+    assert "the model itself reads at most 1,024 tokens" in " ".join(run_autoq("memory", "--target", "h100").stdout.split())
+
+
+def test_the_run_that_nobody_named_is_named(demo_search: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(Path(demo_search["cwd"], "run"), tmp_path / "runs" / "mine")
+    for command in (("show",), ("front",), ("export", "--to", "all"), ("check",), ("report",)):
+        done = run_autoq(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "the newest: runs/mine" in done.stderr, command
+
+
 def test_memory_and_formats(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path)
     found = json.loads(run_autoq("memory", "--model", str(tmp_path), "--context", "64,128", "--batch", "1,2", "--json").stdout)

@@ -25,6 +25,7 @@ def test_token_ids_of_any_whole_type(kind: type) -> None:
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: PYTHON.profile("demo", [1, 2, 3]), "give sequences of token ids"),
     (lambda: PYTHON.load_model(5), "name is 5, but must be text"),
     (lambda: PYTHON.front(5), "run is 5, but must be a path or what a search or a profile returned"),
     (lambda: PYTHON.memory([]), "model is a list, but must be a name"),

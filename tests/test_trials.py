@@ -255,7 +255,7 @@ def test_a_front_of_weights_and_cache_is_measured_and_its_recipes_written(copied
     assert shown.returncode == 0, shown.stderr
     for expected in (
         "◆ knee",
-        "bytes at 1,024 tokens",
+        "bytes of 1,024 tokens",
         "weights and cache of",
         "measured on untouched text",
         "weights 4.5bits",

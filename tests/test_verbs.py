@@ -103,7 +103,7 @@ def test_a_loaded_model_is_profiled_searched_and_applied_and_left_as_it_was(worn
         result.recipe.export("transformers", rounding="up")
     exported = result.recipe.export("transformers", rounding="up", model=worn)
     assert isinstance(exported, api.ExportReport)
-    assert exported.files[0].parts[:2] == ("export", "transformers")
+    assert exported.files[0].parts[:3] == ("run", "export", "transformers")  # beside the recipe
     assert state(worn) == before
 
 
@@ -178,6 +178,13 @@ def test_a_name_gives_what_the_command_line_gives(demo_search: dict[str, Any], m
     kept = read_recipe(Path("run/recipe.yaml"))
     assert {u: e.format for u, e in result.recipe.weights.items()} == {u: e.format for u, e in kept.weights.items()}
     again = autoq.load_run("run")
+    assert autoq.check(again).problems == ()
+    assert again.front([4.5]).weights == autoq.front("run", [4.5]).weights
+    exported = autoq.export(again, "vllm", rounding="up")
+    assert isinstance(exported, api.ExportReport)
+    assert exported.files[0].parts[:2] == ("run", "export")
+    with autoq.quantized(model, again):
+        pass
     assert again.facts["measured_kl"] == demo_search["json"]["measured_kl"]
     assert autoq.front("again", [4.5]).weights[0].stderr is not None
 
