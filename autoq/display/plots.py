@@ -161,7 +161,7 @@ def predicted_measured(result: HasFindings) -> go.Figure:
             name=name, marker={"color": colour, "size": 9}, error_y={"type": "data", "array": [r["measured_kl_stderr"] or 0.0 for r in chosen]},
             hovertemplate="%{text}: %{x:.4g} predicted, %{y:.4g} measured<extra></extra>",
         )  # fmt: skip
-    figure.update_xaxes(type="log", tickformat="~g", nticks=5, tickangle=0)
+    figure.update_xaxes(type="log", tickformat="~g", dtick="D2", tickangle=0)
     return _styled(figure, "Predicted and measured damage", "predicted " + KL_AXIS, "measured " + KL_AXIS, log_y=True)
 
 

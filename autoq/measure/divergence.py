@@ -165,13 +165,16 @@ class Yardstick:
             self.head.module = module
 
     def noise_floor(self) -> float:
-        """Return the KL of a change that means nothing: one weight unit's values moved to the next number of their type."""
+        """Return the size of the KL of a change that means nothing: one weight unit's values moved to the next number of their type.
+
+        The sum of so small numbers may come out below 0; how far is noise too.
+        """
         tensor = self.units.weights[0].tensors[0]
         parameter = self.model.get_parameter(tensor.parameter)
         kept = parameter.data
         try:
             parameter.data = torch.nextafter(kept, torch.full_like(kept, math.inf))
-            return max(0.0, self.measure_as_is().mean_kl)
+            return abs(self.measure_as_is().mean_kl)
         finally:
             parameter.data = kept
 
