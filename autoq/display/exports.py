@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autoq.display.units import in_few_words
 from autoq.display.words import size
+from autoq.exporters.consumers import CONSUMERS
 
 if TYPE_CHECKING:
     from autoq.api.exporting import ExportReport
@@ -30,7 +31,8 @@ def export_view(report: ExportReport) -> RenderableType:
         parts.append(Text("The recipe's measured KL is of its own formats: measure again what you quantize.", style="yellow"))
     else:
         parts.append(Text("It says all that the recipe says.", style="green"))
-    return Group(*parts, *(Text(f"note: {note}", style="dim") for note in report.notes))
+    general = CONSUMERS[report.consumer].notes
+    return Group(*parts, *(Text(f"{'in general' if note in general else 'note'}: {note}", style="dim") for note in report.notes))
 
 
 def export_table(reports: list[ExportReport]) -> RenderableType:
