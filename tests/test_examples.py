@@ -23,7 +23,7 @@ PLOTLY, HTML, WIDGET = "application/vnd.plotly.v1+json", "text/html", "applicati
 SHOWN = {
     "quickstart": (2, ["units x", "measured on text that nothing was chosen on", "quantized:", "bits per weight instead of"]),
     "kv_budget": (2, ["the most that fits", "bits per weight", "bytes held", "with vLLM's caches"]),
-    "pareto": (4, ["front, bits per weight", "measured", "trials; the best measured"]),
+    "pareto": (4, ["front, bits per searched weight", "measured", "trials; the best measured"]),
     "new_format": (1, ["int6_g32", "passed - "]),
     "read_a_peer_recipe": (0, ["hf_quant_config", "nats, autoq's", "compute capability"]),
 }
