@@ -157,11 +157,12 @@ def asked(model: Any, text: Any, eval_: Any, options: dict[str, Any], front: boo
 
 def _check_apart(ids: torch.Tensor | None, eval_ids: torch.Tensor | None) -> None:
     """Raise UserError for sequences that would be profiled and measured on."""
-    if ids is None or eval_ids is None or ids.shape[1] != eval_ids.shape[1]:
+    if ids is None or eval_ids is None:
         return
-    profiled = {row.numpy().tobytes() for row in ids}
-    if both := sum(row.numpy().tobytes() in profiled for row in eval_ids):
-        raise UserError(f"eval has {both} of the sequences that are profiled: measure on text that was not profiled")
+    profiled = [row.numpy().tobytes() for row in ids]
+    measured = [row.numpy().tobytes() for row in eval_ids]
+    if both := sum(any(one in other or other in one for other in profiled) for one in measured):
+        raise UserError(f"eval has {both} sequences that are profiled, whole or in part: measure on text that was not profiled")
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from os import PathLike
@@ -34,15 +34,33 @@ class Kind:
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, int, float, bool)) or value is None else f"a {type(value).__name__}"
+    if isinstance(value, (str, int, float, bool, list, tuple)) or value is None:
+        text = repr(value)
+        return text if len(text) <= 80 else text[:77] + "..."
+    return f"a {type(value).__name__}"
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, PathLike)) and "\0" not in str(value)
 
 
 def several(kind: Kind, words: str) -> Kind:
     """Return the kind of a sequence (no text) of such values."""
 
     def accepts(value: Any) -> bool:
-        is_sequence = isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and hasattr(value, "__len__")
-        return is_sequence and all(kind.accepts(one) for one in value)
+        if isinstance(value, (str, bytes, bytearray, Mapping)) or not hasattr(value, "__len__"):
+            return False
+        try:
+            return all(kind.accepts(one) for one in value)
+        except TypeError:  # an array without dimensions
+            return False
 
     return Kind(words, accepts)
 
@@ -56,11 +74,11 @@ def _is_of_torch(value: Any) -> bool:
 
 
 TEXT = Kind("text", lambda v: isinstance(v, str))
-PATH = Kind("a path", lambda v: isinstance(v, (str, PathLike)))
+PATH = Kind("a path", _is_path)
 WHOLE = Kind("a whole number", lambda v: isinstance(v, Integral) and not isinstance(v, bool))
-NUMBER = Kind("a number", lambda v: isinstance(v, Real) and not isinstance(v, bool) and math.isfinite(v))
+NUMBER = Kind("a number", lambda v: isinstance(v, Real) and not isinstance(v, bool) and _is_finite(v))
 SWITCH = Kind("True or False", lambda v: isinstance(v, bool))
-NAMES = TEXT | several(TEXT, "several")
+NAMES = TEXT | several(TEXT, "a list of texts")
 NUMBERS = several(NUMBER, "a list of numbers")
 COUNTS = several(WHOLE, "a list of whole numbers")
 SIZES = WHOLE | TEXT | several(WHOLE | TEXT, "a list of those")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,17 +106,19 @@ def search_front(
 
 @verb(run=RUN)
 def front(
-    run: Path | str | api.SearchResult | api.LoadedRun | api.ProfileResult, budgets: Sequence[float] | None = None
+    run: Path | str | api.SearchResult | api.LoadedRun | api.ProfileResult | None = None, budgets: Sequence[float] | None = None
 ) -> api.FrontResult:
     """Return the least predicted damage at every budget, from the run folder of a finished profile.
 
     Args:
-        run: the folder, or what a search or a profile returned.
+        run: the folder, or what a search or a profile returned; by default the newest in runs.
         budgets: bits per value; by default 2 to 9 in quarters.
     """
     if isinstance(run, (api.SearchResult, api.LoadedRun)):
         return run.front(budgets)
-    return api.front(run.run if isinstance(run, api.ProfileResult) else Path(run), budgets)
+    if isinstance(run, api.ProfileResult):
+        return api.front(run.run, budgets)
+    return api.front(api.find_profile(None if run is None else Path(run)), budgets)
 
 
 @verb()
@@ -163,7 +166,13 @@ def memory(
     ]
     batches = [int(b) for b in (batch if isinstance(batch, Iterable) else [batch])]
     device = target_of(target)
-    room = device.memory if available is None else parse_bytes(str(available), "available")
+    room = (
+        device.memory
+        if available is None
+        else int(available)
+        if isinstance(available, Integral)
+        else parse_bytes(str(available), "available")
+    )
     return api.memory(_named(model) or (its.model.id if its else load.DEMO), contexts, batches, its, engine, room, target)
 
 

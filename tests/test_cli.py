@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +151,11 @@ def test_the_front_of_the_newest_run_says_what_is_not_corrected(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("◄ chosen") == 1
     assert done.stdout.count("note: no uniform format was measured to correct the prediction of the cache") == 1
+    command = re.search(r"`autoq (search [^`]*)`", " ".join(done.stdout.split()))
+    assert command is not None
+    again = run_autoq(*command[1].split(), "--eval-samples", "2", "--eval-len", "64", "--correct", "2", "--weak", "0", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "note: " not in run_autoq("front", cwd=tmp_path).stdout
 
 
 def test_a_front_keeps_to_the_engine_of_its_run(tmp_path: Path) -> None:
@@ -177,6 +185,16 @@ def test_the_run_that_nobody_named_is_named(demo_search: dict[str, Any], tmp_pat
         done = run_autoq(*command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "the newest: runs/mine" in done.stderr, command
+
+
+def test_what_cannot_be_printed_is_told_without_class_names(demo_search: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "autoq", "formats"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("autoq: No space left on device")
+    done = subprocess.run(["sh", "-c", f"{shlex.join(command)} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_memory_and_formats(tmp_path: Path) -> None:

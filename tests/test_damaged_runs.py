@@ -79,7 +79,21 @@ def test_a_profile_that_was_edited_is_named(run: Path, change: Any) -> None:
     assert "cannot be read" in refused("front", str(run))
 
 
-@pytest.mark.parametrize("change", [{"space": ["a"]}, {"context": -5}, {"context": "x"}, {"include": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"space": ["a"]},
+        {"context": -5},
+        {"context": "x"},
+        {"include": 3},
+        {"include": "lm_head"},
+        {"engine": None},
+        {"engine": "vlm"},
+        {"consumer": {"a": 1}},
+        {"target": "x"},
+        {"model": 5},
+    ],
+)
 def test_a_run_json_that_was_edited_is_named(run: Path, change: dict[str, Any]) -> None:
     path = run / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -21,6 +21,9 @@ PYTHON: Any = autoq  # as a notebook has it, which no type checker reads
 @pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.int32, np.uint8])
 def test_token_ids_of_any_whole_type(kind: type) -> None:
     assert torch.equal(token_ids(BATCHES.numpy().astype(kind), "text"), BATCHES)
+    assert torch.equal(
+        token_ids(BATCHES.numpy().astype(kind).byteswap().view(np.dtype(kind).newbyteorder())[::-1], "text"), BATCHES.flip(0)
+    )
     assert torch.equal(token_ids(torch.from_numpy(BATCHES.numpy().astype(kind)), "text"), BATCHES)
 
 
@@ -30,6 +33,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PYTHON.front(5), "run is 5, but must be a path or what a search or a profile returned"),
     (lambda: PYTHON.memory([]), "model is a list, but must be a name"),
     (lambda: PYTHON.memory("demo", context=[]), "at least one context"),
+    (lambda: PYTHON.memory("demo", batch=10**400), "a batch of 2^31 sequences and more"),
+    (lambda: PYTHON.front("x", [10**400]), "must be a list of numbers"),
+    (lambda: PYTHON.front("x", np.array(4.0)), "budgets is a ndarray, but must be a list of numbers"),
+    (lambda: PYTHON.front("x", [True]), "budgets is [True], but must be a list of numbers"),
+    (lambda: PYTHON.front(), "there is no profile in 'runs'"),
+    (lambda: PYTHON.load_run("a\0b"), "must be a path"),
+    (lambda: PYTHON.search("demo", budget=10**400), "must be text or a number"),
+    (lambda: PYTHON.profile("demo", {}), "without 'input_ids': it has nothing"),
+    (lambda: PYTHON.profile("demo", [[]]), "has an empty batch"),
+    (lambda: PYTHON.profile("demo", np.full((1, 64), 2**63, dtype=np.uint64)), "has the token id 9223372036854775808, which no"),
+    (lambda: PYTHON.profile("demo", np.ma.masked_array(np.ones((2, 64), int), np.ones((2, 64), bool))), "masked array"),
+    (lambda: PYTHON.profile("demo", {"input_ids": [[1] * 64], "attention_mask": [[1]]}), "an attention mask that is none"),
     (lambda: PYTHON.memory("demo", context=1.5), "context is 1.5, but must be a whole number or text"),
     (lambda: PYTHON.memory("demo", batch="8"), "batch is '8', but must be a whole number"),
     (lambda: PYTHON.check(5), "recipe is 5, but must be a path or a recipe or what a search returned"),
@@ -57,8 +72,8 @@ def test_fronts_of_what_a_search_returned(llama: PreTrainedModel, here: Path) ->
     result = PYTHON.search(llama, BATCHES, budget=np.float64(5), seed=np.int64(0), **QUICK)
     assert [round(p.bits) for p in PYTHON.front(result, [3, 5]).weights] == [3, 5]
     for wrong, says in (
-        (["a"], "budgets is a list"),
-        ([float("nan")], "budgets is a list"),
+        (["a"], "budgets is "),
+        ([float("nan")], "budgets is "),
         (5, "budgets is 5"),
         ([-1], "a budget of -1 bits"),
     ):

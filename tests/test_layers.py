@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "autoq"
 LAYERS = [
-    {"errors", "config", "process_memory", "urls", "__init__"},
+    {"errors", "kinds", "config", "process_memory", "urls", "__init__"},
     {"yaml_file", "budget", "formats", "display.progress", "run_folder"},
     {"codec", "kernels"},
     {"recipe_formats"},
@@ -18,7 +18,7 @@ LAYERS = [
     {"measure"},
     {"allocation"},
     {"trials"},
-    {"display"},
+    {"display", "plots"},
     {"api"},
     {"verbs", "arguments"},
     {"cli", "__main__"},

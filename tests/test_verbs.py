@@ -194,6 +194,7 @@ def test_memory_of_a_loaded_model(llama: PreTrainedModel) -> None:
     row = next(r for r in found.rows if r["kv_format"] == "bf16")
     assert row["kv_bytes"] == 2 * 8 * 64 * 2 * 16 * 2 * 2  # bytes x batch x tokens x KV heads x head_dim x (K, V) x layers
     assert "16 " in found._repr_html_() or "KiB" in found._repr_html_()
+    assert autoq.memory(llama, context=64, available=2**20).rows == autoq.memory(llama, context=64, available="1MiB").rows
     fits = autoq.memory(llama, context=[32, 64], batch=[1, 2], available="1MiB")
     assert all("fits" in r for r in fits.rows)
 
@@ -217,7 +218,8 @@ def test_memory_of_a_loaded_model(llama: PreTrainedModel) -> None:
         ({"text": BATCHES, "eval": OTHERS, "budget": 4, "samples": 1}, None),
         ({"text": BATCHES, "eval": OTHERS, "samples": 3}, "budget 4.5bits for the weights"),
         ({"text": BATCHES, "eval": OTHERS, "calib": "a.txt", "budget": 4}, "text and calib are both given"),
-        ({"text": BATCHES, "eval": BATCHES[4:], "budget": 4}, "eval has 2 of the sequences that are profiled"),
+        ({"text": BATCHES, "eval": BATCHES[4:], "budget": 4}, "eval has 2 sequences that are profiled, whole or in part"),
+        ({"text": BATCHES, "eval": BATCHES[:3, 8:24], "budget": 4}, "eval has 3 sequences that are profiled, whole or in part"),
         ({"text": BATCHES[:1], "eval": OTHERS, "budget": 4}, "text has 1 sequence"),
         ({"text": BATCHES.to("meta"), "eval": OTHERS, "budget": 4}, "on the meta device"),
         ({"text": BATCHES.to_sparse(), "eval": OTHERS, "budget": 4}, "sparse"),
@@ -299,6 +301,22 @@ def test_token_ids_of_a_data_loader(llama: PreTrainedModel, here: Path) -> None:
     profile = autoq.profile(llama, loader)
     same = autoq.profile(llama, BATCHES)
     assert profile.damage == same.damage
+
+
+def test_a_refused_export_leaves_nothing(demo_search: dict[str, Any], here: Path) -> None:
+    recipe = autoq.read_recipe(Path(demo_search["cwd"], "run"))
+    for options in (
+        {"to": "transformers", "rounding": "bogus"},
+        {"to": "all", "model": "./nothing"},
+        {"to": "all", "rounding": "bogus"},
+    ):
+        with pytest.raises(autoq.UserError):
+            recipe.export(**options, out="out")
+        assert not list(here.iterdir())
+    with pytest.raises(autoq.UserError, match="out is empty"):
+        recipe.export("mlx", "", "up")
+    with pytest.raises(autoq.UserError, match="at least one length"):
+        autoq.retrieval(Path(demo_search["cwd"], "run"), lengths=[])
 
 
 def test_importing_autoq_imports_nothing_heavy() -> None:

@@ -64,6 +64,8 @@ def load_for(recipe: recipes.Recipe, model: PreTrainedModel | str | None) -> tup
         source = load.model_source(model or recipe.model.id)
         loaded = load.load_model(source, load.pick_device("auto"), recipe.provenance.dtype)
     else:
+        if is_quantized(model):
+            raise UserError("a recipe is applied to this model already: leave that `with` block first")
         source, loaded = source_of(model), model
     check_model(recipe, loaded)
     return loaded, units_for(recipe, loaded), source

@@ -128,7 +128,7 @@ def export_all(
 ) -> ExportReports:
     """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
     allowed = _round(rounding)
-    if out is not None and Path(out).exists() and not Path(out).is_dir():
+    if out is not None and Path(_named(out)).exists() and not Path(out).is_dir():
         raise UserError(f"--out {str(out)!r} cannot be made: it is no folder")
     subject = _subject(recipe, model)
     found = ExportReports()
@@ -192,9 +192,16 @@ def subject_of(recipe: recipes.Recipe, model: PreTrainedModel | str | None = Non
     return subject.with_formats(weights, caches)
 
 
+def _named(out: Path | str) -> Path | str:
+    """Return the folder asked for; raises UserError for an empty name, which would be the working folder."""
+    if not str(out):
+        raise UserError("--out is empty: give a folder, or leave the option out")
+    return out
+
+
 def _folder(subject: Subject, name: str, out: Path | str | None) -> Path:
     if out is not None:
-        return Path(out)
+        return Path(_named(out))
     return (subject.recipe.parent if subject.recipe is not None else Path()) / "export" / name
 
 

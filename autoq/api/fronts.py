@@ -16,14 +16,18 @@ from autoq.allocation.solver import solve
 from autoq.api.plan import make_plan
 from autoq.budget import Budgets, parse_budget
 from autoq.config import SearchConfig
+from autoq.cost.engines import engine_of
 from autoq.cost.kv_memory import cache_values, context_of
+from autoq.cost.targets import target_of
 from autoq.display.html import front_html
 from autoq.errors import UserError
+from autoq.exporters.consumers import consumer_of
 from autoq.measure.damage import Candidates
 from autoq.measure.estimate import DamageTable, Predictor, correction_factors
 from autoq.measure.profile import Profile
 from autoq.model import load
 from autoq.model.given import Given
+from autoq.model.text import GIVEN, STDLIB
 from autoq.model.unit import ModelUnits
 from autoq.recipe import read_recipe
 from autoq.run_folder import RECIPE, RunFolder
@@ -152,18 +156,32 @@ def described(run: Path, given: Given | None = None) -> SearchConfig:
     """
     description = RunFolder(run).description()
     try:
-        model, space = str(description["model"]), description["space"]
-        if not isinstance(space, str):
-            raise TypeError(f"space {space!r}")
+        model, space, include = description["model"], description["space"], description["include"]
         context = int(description["context"])
+        limits = {name: description[name] for name in ("engine", "consumer", "target") if name in description}
+        for name, value in (("model", model), ("space", space), *limits.items()):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} {value!r}")
+        if not isinstance(include, list):
+            raise TypeError(f"include {include!r}")
         if context < 1:
             raise ValueError(f"context {context}")
         if given is None or given.model is None:
             context_of(load.load_config(load.model_source(model)).get_text_config(decoder=True), context)
-        limits = {name: str(description[name]) for name in ("engine", "consumer", "target") if name in description}
-        return SearchConfig(model=model, space=space, include=tuple(description["include"]), context=context, **limits)  # type: ignore[arg-type]
+        return _checked(run, model=model, space=space, include=tuple(include), context=context, **limits)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the run.json in {str(run)!r} lacks or garbles {error}: search or profile there again") from error
+
+
+def _checked(run: Path, **options: Any) -> SearchConfig:
+    try:
+        engine_of(options.get("engine", SearchConfig.engine))
+        target_of(options.get("target", SearchConfig.target))
+        if options.get("consumer", SearchConfig.consumer) != SearchConfig.consumer:
+            consumer_of(options["consumer"])
+        return SearchConfig(**options)
+    except UserError as error:
+        raise UserError(f"the run.json in {str(run)!r} is garbled ({error}): search or profile there again") from error
 
 
 def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
@@ -189,18 +207,40 @@ def front(run: Path, budgets: Sequence[float] | None = None) -> FrontResult:
         run, units, plan.candidates, predictor.whole, config.context, budgets, plan.budgets.batch,
         lambda problem: solve_for_engine(problem, units, plan.engine), predictor.error,
     )  # fmt: skip
-    return replace(found, notes=_uncorrected(found, factors), chosen=_chosen(run))
+    return replace(found, notes=_uncorrected(found, factors, config), chosen=_chosen(run))
 
 
-def _uncorrected(front: FrontResult, factors: Mapping[str, float]) -> tuple[str, ...]:
+def _uncorrected(front: FrontResult, factors: Mapping[str, float], config: SearchConfig) -> tuple[str, ...]:
     """Say which side's formats are predicted alone: no search has measured them uniformly in this run."""
     kinds = {key.split("/")[0] for key in factors}
     sides = (("weights", "--budget 4.5bits", "weight", front.weights), ("cache", "--kv-budget 6bits", "key", front.kv))
-    return tuple(
-        f"no uniform format was measured to correct the prediction of the {name}: `autoq search --run {front.run} {option}` does that"
-        for name, option, kind, points in sides
-        if points and kind not in kinds
-    )
+    again = _options(front.run, config)
+    notes = []
+    for name, option, kind, points in sides:
+        if points and kind not in kinds:
+            how = f": `autoq search {again} {option}` does that" if again else ""
+            notes.append(f"no uniform format was measured to correct the prediction of the {name}{how}")
+    return tuple(notes)
+
+
+def _options(run: Path, config: SearchConfig) -> str:
+    """Return the options of a search that goes on in a run folder, or "" where its text was given in memory."""
+    found = RunFolder(run).description()
+    try:
+        its = replace(
+            config, samples=int(found["samples"]), seq_len=int(found["seq_len"]), seed=int(found["seed"]),
+            calib=None if found["calib"] == STDLIB else str(found["calib"]), eval=found["eval"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, UserError):
+        return ""
+    if GIVEN in (its.calib, its.eval):
+        return ""
+    limits = [
+        f"--{name} {getattr(config, name)}"
+        for name in ("engine", "consumer", "target")
+        if getattr(config, name) != getattr(SearchConfig, name)
+    ]
+    return " ".join([its.options(), f"--run {run}", *limits]).strip()
 
 
 def _chosen(run: Path) -> tuple[float, float] | None:
@@ -224,8 +264,8 @@ def predicted_fronts(
     kv = everything if candidates.keys and candidates.values else None
     problem = make_problem(units, candidates, Budgets(everything if candidates.weights else None, kv, None, context, batch), table)
     asked = [float(b) for b in budgets] if budgets is not None and len(budgets) else [2 + 0.25 * i for i in range(29)]
-    if wrong := [b for b in asked if not 0 < b < math.inf]:
-        raise UserError(f"a budget of {wrong[0]:g} bits per value is none: give numbers above 0, such as 4.5")
+    if wrong := [b for b in asked if not 0 < b <= 1000]:
+        raise UserError(f"a budget of {wrong[0]:g} bits per value is none: give numbers such as 4.5, above 0 and at most 1000")
     weights = frozenset(u.name for u in units.weights), units.searched
     caches = frozenset(u.name for u in units.caches), sum(cache_values(u, context, batch) for u in units.caches)
     sides = [

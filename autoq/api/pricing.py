@@ -93,6 +93,8 @@ def memory(
     for batch in batches:
         if batch < 1:
             raise UserError(f"a batch of {batch} holds no sequence: give 1 or more")
+        if batch >= 2**31:
+            raise UserError("a batch of 2^31 sequences and more is none: give fewer")
     _, config, empty = shapes_of(model)
     text_config = config.get_text_config(decoder=True)
     for context in contexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from autoq.api.exporting import ALL, ExportReport, export, export_all
 from autoq.api.showing import find_recipe, show
 from autoq.display.html import recipe_html
 from autoq.display.words import nats
-from autoq.errors import python_words
+from autoq.errors import UserError, python_words
 from autoq.kinds import check_kind
 from autoq.run_folder import make_folder
 
@@ -54,10 +55,20 @@ class Recipe(recipes.Recipe):
             folder = (base if to == ALL else base / to) if out is None else Path(out)
             if to not in (ALL, "transformers"):
                 return export(self, to, folder, rounding, model)
-            file = folder / "autoq-recipe.yaml"
+            if out is not None and not str(out):
+                raise UserError("--out is empty: give a folder, or leave the option out")
+            file, made = folder / "autoq-recipe.yaml", not folder.exists()
+            before = file.read_bytes() if file.is_file() else None
             make_folder(folder, "--out")
             self.write(file)
-            return export_all(file, folder, rounding, model) if to == ALL else export(file, to, folder, rounding, model)
+            try:
+                return export_all(file, folder, rounding, model) if to == ALL else export(file, to, folder, rounding, model)
+            except UserError:  # as if nothing had been asked
+                file.unlink() if before is None else file.write_bytes(before)
+                if made:
+                    with suppress(OSError):  # not empty
+                        folder.rmdir()
+                raise
 
     def check(
         self,

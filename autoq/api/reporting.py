@@ -100,6 +100,8 @@ def report(result: HasFindings | Path | str, out: Path | str | None = None, mode
     from autoq.display.page import page
 
     found = load_run(result) if isinstance(result, (str, PathLike)) else result.findings
+    if out is None and not found.run.is_dir():
+        raise UserError(f"the run folder {str(found.run)!r} is gone: say with --out where the report is to be")
     path = found.run / REPORT if out is None else Path(out)
     if path.is_dir():
         raise UserError(f"--out {str(path)!r} is a folder: give a file such as report.html")

@@ -43,6 +43,8 @@ def retrieval(
 
     Raises UserError for a recipe of another model, and for a length that the model does not reach.
     """
+    if not lengths or not depths:
+        raise UserError("retrieval needs at least one length and one depth")
     if samples < 1:
         raise UserError(f"--samples is {samples}, but must be at least 1")
     clock, given = Clock(reporter or Silent()), given or Given()

@@ -55,7 +55,8 @@ def main() -> None:
             sys.exit(error.exit_code)
         if debug:
             raise
-        complain(f"{type(error).__name__}: {error} (--debug shows where)")
+        what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        complain(f"{what} (--debug shows where)")
         sys.exit(1)
     if code == INTERRUPTED:
         complain("stopped; --resume goes on from the last finished batch")

@@ -30,6 +30,7 @@ def write_any_encoding() -> None:
         return "".join(PLAIN.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
     codecs.register_error("plain", plain)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115  for the whole process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from autoq.errors import UserError
@@ -174,9 +175,10 @@ def _each(batches: Any, what: str) -> Iterable[Any]:
     return batches
 
 
-def _is_full(mask: Any) -> bool:
+def _is_full(mask: Any, ids: Any) -> bool:
     try:
-        return bool(torch.as_tensor(mask).all())
+        found = torch.as_tensor(mask)
+        return bool(found.all()) and found.shape == torch.as_tensor(ids).shape
     except (TypeError, ValueError, RuntimeError):  # ragged, words
         return False
 
@@ -184,23 +186,33 @@ def _is_full(mask: Any) -> bool:
 def _ids(batch: Any, what: str) -> torch.Tensor:
     if hasattr(batch, "keys"):
         if "input_ids" not in batch:
-            raise UserError(f"{what} has a batch without 'input_ids', but {', '.join(map(str, list(batch.keys())[:5]))}")
+            raise UserError(
+                f"{what} has a batch without 'input_ids': it has {', '.join(map(str, list(batch.keys())[:5])) or 'nothing'}"
+            )
         mask = batch.get("attention_mask")
-        if mask is not None and not _is_full(mask):
+        if mask is not None and not _is_full(mask, batch["input_ids"]):
             raise UserError(f"{what} has padding, or an attention mask that is none: pack text into full sequences")
         batch = batch["input_ids"]
+    if isinstance(batch, np.ma.MaskedArray):
+        raise UserError(f"{what} has a masked array: pack text into full sequences")
+    if isinstance(batch, np.ndarray) and batch.dtype.kind in "iu":  # any order of bytes and strides
+        if batch.size and batch.max() > np.iinfo(np.int64).max:
+            raise UserError(f"{what} has the token id {batch.max()}, which no vocabulary has")
+        batch = np.ascontiguousarray(batch, dtype=np.int64)
     try:
         ids = torch.as_tensor(batch)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{what} has a batch that is no tensor of token ids: {type(batch).__name__} ({error})") from error
-    if ids.is_meta or ids.is_nested or ids.layout != torch.strided:
-        kind = "on the meta device" if ids.is_meta else "nested" if ids.is_nested else "sparse"
+    if ids.is_meta or ids.is_nested or ids.is_quantized or ids.layout != torch.strided:
+        kind = "on the meta device" if ids.is_meta else "nested" if ids.is_nested else "quantized" if ids.is_quantized else "sparse"
         raise UserError(f"{what} has a batch that is {kind}: give dense token ids [sequences, tokens]")
     if ids.dim() == 0:
         raise UserError(f"{what} is one row of single ids, or holds {batch!r}: give sequences of token ids [sequences, tokens]")
+    if not ids.numel():
+        raise UserError(f"{what} has an empty batch")
     if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"{what} must be whole numbers [sequences, tokens], not {ids.dtype} {list(ids.shape)}")
     ids = ids.to("cpu", torch.int64)
-    if ids.numel() and int(ids.min()) < 0:
+    if int(ids.min()) < 0:
         raise UserError(f"{what} has the negative token id {int(ids.min())}")
     return ids
