@@ -31,7 +31,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PYTHON.profile("demo", [1, 2, 3]), "give sequences of token ids"),
     (lambda: PYTHON.load_model(5), "name is 5, but must be text"),
     (lambda: PYTHON.front(5), "run is 5, but must be a path or what a search or a profile returned"),
-    (lambda: PYTHON.memory([]), "model is a list, but must be a name"),
+    (lambda: PYTHON.memory([]), "model is [], but must be a name"),
     (lambda: PYTHON.memory("demo", context=[]), "at least one context"),
     (lambda: PYTHON.memory("demo", batch=10**400), "a batch of 2^31 sequences and more"),
     (lambda: PYTHON.front("x", [10**400]), "must be a list of numbers"),

@@ -51,12 +51,12 @@ class Recipe(recipes.Recipe):
         with python_words():
             for name, value in (("to", to), ("out", out), ("rounding", rounding), ("model", model)):
                 check_kind(name, value, None if name in ("out", "model") else ...)
+            if out is not None and not str(out):
+                raise UserError("--out is empty: give a folder, or leave the option out")
             base = Path("export") if self._file is None else self._file.parent / "export"
             folder = (base if to == ALL else base / to) if out is None else Path(out)
             if to not in (ALL, "transformers"):
                 return export(self, to, folder, rounding, model)
-            if out is not None and not str(out):
-                raise UserError("--out is empty: give a folder, or leave the option out")
             file, made = folder / "autoq-recipe.yaml", not folder.exists()
             before = file.read_bytes() if file.is_file() else None
             make_folder(folder, "--out")
