@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from autoq.display.units import MOST_ROWS, UnitTable, grouped
+from tests.conftest import run_autoq
 
 ESCAPE = "\x1b"
 
@@ -160,3 +162,28 @@ def test_an_encoding_without_the_characters_gets_plain_ones(demo_search: dict[st
     assert "####" in text
     assert "* knee" in text
     assert "?" not in text
+
+
+@pytest.mark.parametrize("limits", [(), ("--engine", "vllm"), ("--consumer", "mlx")])
+def test_the_commands_that_a_search_suggests_run(limits: tuple[str, ...], tmp_path: Path) -> None:
+    few = ("--samples", "4", "--seq-len", "64", "--eval-samples", "2", "--eval-len", "64", "--correct", "2", "--weak", "0")
+    done = run_autoq("search", "--budget", "4.6bits", *limits, "--run", "run", *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    suggested = [line.split("  #")[0].split() for line in done.stdout.split("\nnext\n")[1].splitlines()]
+    assert len(suggested) >= 6
+    for command in suggested:
+        assert command[0] == "autoq"
+        short = ["--trials", "2"] if "--trials" in command else []  # the last of an option counts
+        more = few[4:] if command[1] == "search" else ["--sample", "1"] if command[1] == "validate" else []
+        again = run_autoq(*command[1:], *more, *short, cwd=tmp_path)
+        assert again.returncode == 0, (command, again.stderr)
+
+
+def test_what_cannot_be_printed_is_told_without_class_names(demo_search: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "autoq", "formats"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("autoq: No space left on device")
+    done = subprocess.run(["sh", "-c", f"{shlex.join(command)} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
