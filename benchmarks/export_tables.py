@@ -33,6 +33,9 @@ def consumers() -> str:
     return "\n".join(lines)
 
 
+VLLM = ("vllm-avx512.json", "vllm.json")
+
+
 def vllm(results: dict[str, Any]) -> str:
     lines = [
         f"vLLM for CPUs on a processor with{'' if results['avx512'] else 'out'} AVX-512:", "",
@@ -43,14 +46,15 @@ def vllm(results: dict[str, Any]) -> str:
         state, kernels = (
             ("served", "vLLM's kernels") if row["served"] else (f"loaded; with its own kernels: {refused}", "plain torch")
         )
-        lines.append(f"| {row['what']} | {state} | {kernels} | {row['kl_vllm']:.5f} | {row['kl_autoq']:.5f} |")
+        cut = f"; {row['kl_autoq_cut']:.5f} if cut off towards zero" if "kl_autoq_cut" in row else ""
+        lines.append(f"| {row['what']} | {state} | {kernels} | {row['kl_vllm']:.5f} | {row['kl_autoq']:.5f}{cut} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     source, page = Path(sys.argv[1]), Path(sys.argv[2])
     text = between_marks(page.read_text(), "consumers", consumers())
-    page.write_text(between_marks(text, "vllm", vllm(json.loads((source / "vllm.json").read_text()))))
+    page.write_text(between_marks(text, "vllm", "\n\n".join(vllm(json.loads((source / name).read_text())) for name in VLLM)))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "says"), WRONG, ids=[says[:30] for _, says in WRONG])
-def test_arguments_of_the_wrong_kind_are_named_everywhere(call: Callable[[], Any], says: str) -> None:
+def test_arguments_of_the_wrong_kind_are_named_everywhere(call: Callable[[], Any], says: str, here: Path) -> None:
     with pytest.raises(autoq.UserError) as error:
         call()
     assert says in str(error.value)

@@ -256,7 +256,7 @@ def test_a_front_of_weights_and_cache_is_measured_and_its_recipes_written(copied
     for expected in (
         "◆ knee",
         "bytes of 1,024 tokens",
-        "weights and cache of",
+        "all weights and the cache of",
         "measured on untouched text",
         "weights 4.5bits",
         "cache 4bits",

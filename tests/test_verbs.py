@@ -180,9 +180,9 @@ def test_a_name_gives_what_the_command_line_gives(demo_search: dict[str, Any], m
     again = autoq.load_run("run")
     assert autoq.check(again).problems == ()
     assert again.front([4.5]).weights == autoq.front("run", [4.5]).weights
-    exported = autoq.export(again, "vllm", rounding="up")
+    exported = autoq.export(again, "vllm", "again-for-vllm", "up")
     assert isinstance(exported, api.ExportReport)
-    assert exported.files[0].parts[:2] == ("run", "export")
+    assert exported.files[0].parts[0] == "again-for-vllm"
     with autoq.quantized(model, again):
         pass
     assert again.facts["measured_kl"] == demo_search["json"]["measured_kl"]

@@ -2,6 +2,9 @@
 
 Every format is first served as it is. What this processor has no kernel for has to be refused for that reason; vLLM then reads, maps
 and fuses the same checkpoint with its arithmetic in plain torch (drivers/stand_ins.py). Both are measured against autoq.
+
+Two things of vLLM 0.32's own CPU kernels, which need AVX-512, are pinned here: an fp8 cache is cut off towards zero instead of rounded to nearest, four
+times the squared error, and int8_per_token_head is served although that backend has no such cache, and destroys the output.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import pytest
 import torch
 import yaml
 
-from autoq import api
+from autoq import api, codec
+from autoq.formats.calibration import Calibration
+from autoq.formats.format import KVFormat
 from autoq.recipe import Recipe, read_recipe
 from tests.consumers.conftest import Bench, Driver, formats_of
 
@@ -50,10 +55,12 @@ WITHOUT_INPUTS = {
     "mxfp8_w8a8_even"
 }  # vLLM has one scheme for MXFP8 with inputs and without: the stand-in leaves inputs as they are
 FUSED = {"qkv_proj": "q_proj", "gate_up_proj": "gate_proj"}
-TABLE = Path(__file__).parents[2] / "docs" / "results" / "vllm.json"
+TABLE = Path(__file__).parents[2] / "docs" / "results" / ("vllm-avx512.json" if HAS_AVX512 else "vllm.json")
+CUT = {"fp8_cast": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+DESTROYED = "cache int8_per_token_head"
 
 
-def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: Path) -> None:
+def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = replace(bench, ids=bench.ids[:4, :64])
     weights = {name: [name] for name in formats_of("vllm")} | MIXES
     recipes = {name: bench.recipe(formats) for name, formats in weights.items()}
@@ -77,7 +84,8 @@ def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: P
     results = drive("vllm", "vllm", tmp_path, ids=bench.ids.tolist(), serve=jobs)
     plain, replaced = results["plain"], results["stand_ins"]
 
-    rows, problems = [], []
+    rows: list[dict[str, Any]] = []
+    problems = []
     for name, path in recipes.items():
         found, refusal = plain[name], plain[name].get("error")
         if refusal is not None:
@@ -98,7 +106,16 @@ def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: P
                 update={"formats": {n: f.model_copy(update={"activation": None}) for n, f in recipe.formats.items()}}
             )
         mine, theirs = _mean(bench.kl(recipe)), _mean(found["kl"])
-        rows.append({"what": name, "served": refusal is None, "refused": refusal, "kl_vllm": theirs, "kl_autoq": mine})
+        row = {"what": name, "served": refusal is None, "refused": refusal, "kl_vllm": theirs, "kl_autoq": mine}
+        rows.append(row)
+        if name == DESTROYED and refusal is None:
+            if theirs < 1:
+                problems.append(f"{name}: vLLM measures {theirs:.5f}: it has this cache on CPUs now, remove the pin")
+            continue
+        if name in CACHES and refusal is None:
+            with monkeypatch.context() as patched:
+                patched.setattr(codec, "cache_versions", _cut_towards_zero)
+                mine = row["kl_autoq_cut"] = _mean(bench.kl(recipe))
         if not _agree(name, mine, theirs):
             problems.append(f"{name}: vLLM measures {theirs:.5f}, autoq {mine:.5f}")
     if os.environ.get("AUTOQ_WRITE_TABLES"):
@@ -106,6 +123,16 @@ def test_vllm_serves_what_autoq_exports(bench: Bench, drive: Driver, tmp_path: P
     for row in rows:
         print(row)
     assert not problems
+
+
+def _cut_towards_zero(x: torch.Tensor, fmt: KVFormat, _: Calibration) -> list[torch.Tensor]:
+    """Return K or V as vLLM's CPU kernel casts them."""
+    if fmt.is_original:
+        return [x]
+    dtype, exact = CUT[fmt.name], x.to(torch.float32)
+    codes = exact.to(dtype).view(torch.uint8)
+    is_above = codes.view(dtype).to(torch.float32).abs() > exact.abs()
+    return [(codes - is_above.to(torch.uint8)).view(dtype).to(x.dtype)]  # the code before is the next number towards zero
 
 
 def _agree(name: str, mine: float, theirs: float) -> bool:
