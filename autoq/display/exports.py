@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from autoq.api.exporting import ExportReport
     from autoq.api.importing import Imported
 
+WIDER = ("torchao",)  # stores values in more bytes than their format has, and says why in its first note
+
 
 def export_view(report: ExportReport) -> RenderableType:
     """Return what `autoq export --to CONSUMER` prints."""
@@ -27,6 +29,13 @@ def export_view(report: ExportReport) -> RenderableType:
     lines.add_row("cache", _bits(report.kv_bits, report.recipe_kv_bits))
     parts.append(lines)
     parts += [Text(f"changed: {line}", style="yellow") for line in loss_lines(report)]
+    if _is_over(report):
+        parts.append(
+            Text(
+                f"More bits than the recipe has: `autoq search --consumer {report.consumer}` keeps it within the budget.",
+                style="yellow",
+            )
+        )
     if report.losses:
         parts.append(Text("The recipe's measured KL is of its own formats: measure again what you quantize.", style="yellow"))
     else:
@@ -53,6 +62,13 @@ def export_table(reports: list[ExportReport]) -> RenderableType:
     folder = next((r.files[0].parent.parent for r in reports if r.files), None)
     where = f"written below {folder}; export.json in each folder names every change" if folder else "nothing was written"
     parts: list[RenderableType] = [table, Text(where, style="dim")]
+    for r in reports:
+        if r.files and r.consumer in WIDER:
+            parts.append(Text(CONSUMERS[r.consumer].notes[0], style="dim"))
+    if any(r.files and _is_over(r) for r in reports):
+        parts.append(
+            Text("More bits than the recipe has: `autoq search --consumer NAME` keeps a tool within the budget.", style="dim")
+        )
     if refused:
         parts.append(
             Text(
@@ -81,6 +97,11 @@ def loss_lines(report: ExportReport) -> list[str]:
     for loss in report.losses:
         kinds.setdefault((loss.wanted, loss.got or "bf16", loss.why), []).append(loss.what)
     return [f"{in_few_words(what)}: {wanted} -> {got}, {why}" for (wanted, got, why), what in kinds.items()]
+
+
+def _is_over(report: ExportReport) -> bool:
+    """True if what is exported takes more than the recipe, in weights or cache."""
+    return report.bits > 1.001 * report.recipe_bits or report.kv_bits > 1.001 * report.recipe_kv_bits
 
 
 def _bits(exported: float, wanted: float) -> str:

@@ -114,8 +114,10 @@ def fronts(result: FrontResult) -> RenderableType:
     """Return what `autoq front` and `autoq search --front` print."""
     bits, kv_bits = result.chosen or (None, None)
     parts: list[RenderableType | None] = [
-        front_table(result.weights, bits, "bits per searched weight, and bytes of those", sizes=True),
-        front_table(result.kv, kv_bits, f"bits per cached value, and bytes of {result.context:,} tokens", sizes=True),
+        front_table(result.weights, bits, "bits per searched weight, and bytes of those; cache in 16 bit", sizes=True),
+        front_table(
+            result.kv, kv_bits, f"bits per cached value, and bytes of {result.context:,} tokens; weights in 16 bit", sizes=True
+        ),
         total_table(result.total, result.context),
         measured_table(result.measured),
     ]

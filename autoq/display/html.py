@@ -204,8 +204,12 @@ def front_html(front: FrontResult) -> str:
     """Return fronts as tables with bars, knees and the recipe's own bits."""
     parts = []
     sides = (
-        ("bits per searched weight, and bytes of those", front.weights, front.chosen[0] if front.chosen else None),
-        (f"bits per cached value, and bytes of {front.context:,} tokens", front.kv, front.chosen[1] if front.chosen else None),
+        ("bits per searched weight, and bytes of those; cache in 16 bit", front.weights, front.chosen[0] if front.chosen else None),
+        (
+            f"bits per cached value, and bytes of {front.context:,} tokens; weights in 16 bit",
+            front.kv,
+            front.chosen[1] if front.chosen else None,
+        ),
     )
     for caption, points, chosen in sides:
         if points:

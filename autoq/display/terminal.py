@@ -151,9 +151,10 @@ def _next_steps(result: SearchResult) -> list[tuple[str, str]]:
     budgets += [f"--kv-budget {totals.kv_bits + 0.5:.2g}bits"] if asked.kv else []
     another = f"{autoq} search {result.options} --run {result.run} {' '.join([*budgets, *asked.limits()])}"
     same = f"{autoq} search {result.options} --run {result.run} {' '.join(asked.options())} --trials {TRIALS}"
+    sample = " --sample 2" if result.plan.config.device == "cpu" else ""  # kernels are interpreted there
     steps = [
         (f"{autoq} report {result.run}", "plots and tables in one HTML file"),
-        (f"{autoq} validate {result.recipe_path}", "check on packed bytes"),
+        (f"{autoq} validate {result.recipe_path}{sample}", "check on packed bytes"),
         (f"{autoq} show {result.recipe_path}", "this recipe again"),
         (f"{autoq} export {result.run} --to {asked.consumer}", f"for {asked.consumer}")
         if asked.consumer != "none"

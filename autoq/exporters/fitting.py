@@ -85,7 +85,7 @@ def _fit_unit(layers: list[Layer], wanted: Format, consumer: Consumer) -> tuple[
         why = f"{consumer.name} cannot: {refused}"
     elif alike:
         if (refused := takes(alike[0])) is None:
-            return alike[0], f"the same bytes, but {consumer.name} picks the scales by itself ({alike[0].name})", "scales"
+            return alike[0], f"the same format, but {consumer.name} picks the scales by itself ({alike[0].name})", "scales"
         why = f"{consumer.name} cannot: {refused}"
     shapes = [layer.shape for layer in layers]
     better = next_better(wanted, [f for f in consumer.formats() if takes(f) is None], shapes)
