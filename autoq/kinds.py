@@ -125,12 +125,12 @@ def kinds_checked(others: Mapping[str, Kind]) -> Callable[[Callable[Arguments, R
     """
 
     def change(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            for name, value in inspect.signature(function).bind(*args, **kwargs).arguments.items():
-                check_kind(name, value, parameters[name].default, others.get(name))
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                check_kind(name, value, signature.parameters[name].default, others.get(name))
             return function(*args, **kwargs)
 
         return called

@@ -166,13 +166,8 @@ def memory(
     ]
     batches = [int(b) for b in (batch if isinstance(batch, Iterable) else [batch])]
     device = target_of(target)
-    room = (
-        device.memory
-        if available is None
-        else int(available)
-        if isinstance(available, Integral)
-        else parse_bytes(str(available), "available")
-    )
+    text = f"{available}B" if isinstance(available, Integral) else available
+    room = device.memory if text is None else parse_bytes(str(text), "available")
     return api.memory(_named(model) or (its.model.id if its else load.DEMO), contexts, batches, its, engine, room, target)
 
 
@@ -196,14 +191,13 @@ def validate(
     model = _named(model)
     if isinstance(recipe, api.SearchResult):
         given = recipe.plan.given
-        model, path = model or given.model, _file_of(recipe)
+        model = model or given.model
         text = text if text is not None else given.eval_ids if given.eval_ids is not None else given.tokenizer
     elif isinstance(recipe, recipes.Recipe):
         raise UserError(
             "validate writes what it finds into the recipe's file: give the file, the run folder or the search's result"
         )
-    else:
-        path = api.find_recipe(recipe.run if isinstance(recipe, api.LoadedRun) else Path(recipe))
+    path = _file_of(recipe)
     loaded = None if model is None or isinstance(model, str) else model
     has_tokenizer = is_tokenizer(text)
     ids = None if text is None or has_tokenizer else token_ids(text, "text")
@@ -232,9 +226,7 @@ def export(
     if isinstance(recipe, api.SearchResult):  # its own recipe, whatever the run folder holds by now
         folder = recipe.run / "export" if to == api.ALL else recipe.run / "export" / to
         return recipe.recipe.export(to, out or folder, rounding, model or recipe.plan.given.model)
-    its = recipe.run if isinstance(recipe, api.LoadedRun) else recipe
-    if not isinstance(its, recipes.Recipe):
-        its = api.find_recipe(Path(its))
+    its = recipe if isinstance(recipe, recipes.Recipe) else _file_of(recipe)
     return api.export_all(its, out, rounding, model) if to == api.ALL else api.export(its, to, out, rounding, model)
 
 
@@ -292,11 +284,7 @@ def retrieval(
         raise UserError(f"text is a {type(text).__name__}: give the model's tokenizer")
     if isinstance(recipe, recipes.Recipe):
         raise UserError("retrieval reads a recipe's file: give the file, the run folder or the search's result")
-    path = (
-        _file_of(recipe)
-        if isinstance(recipe, api.SearchResult)
-        else api.find_recipe(recipe.run if isinstance(recipe, api.LoadedRun) else Path(recipe))
-    )
+    path = _file_of(recipe)
     if isinstance(recipe, api.SearchResult):
         model, text = model or recipe.plan.given.model, text or recipe.plan.given.tokenizer
     given = Given(None if model is None or isinstance(model, str) else model, text)
@@ -323,11 +311,13 @@ def _named(model: Any) -> Any:
     return str(model) if isinstance(model, PathLike) else model
 
 
-def _file_of(result: api.SearchResult) -> Path:
-    """Return the file of a search's recipe; raises UserError if another search has put its own there."""
-    if api.read_recipe(result.recipe_path).weights != result.recipe.weights:
-        raise UserError(f"{str(result.recipe_path)!r} holds the recipe of a later search: name the file that this one was kept in")
-    return result.recipe_path
+def _file_of(recipe: api.SearchResult | api.LoadedRun | Path | str) -> Path:
+    """Return a recipe's file; raises UserError if another search than the one at hand has put its own there."""
+    if not isinstance(recipe, api.SearchResult):
+        return api.find_recipe(recipe.run if isinstance(recipe, api.LoadedRun) else Path(recipe))
+    if api.read_recipe(recipe.recipe_path).weights != recipe.recipe.weights:
+        raise UserError(f"{str(recipe.recipe_path)!r} holds the recipe of a later search: name the file that this one was kept in")
+    return recipe.recipe_path
 
 
 def _recipe(recipe: recipes.Recipe | api.SearchResult | api.LoadedRun | Path | str) -> recipes.Recipe:

@@ -81,3 +81,29 @@ def test_fronts_of_what_a_search_returned(llama: PreTrainedModel, here: Path) ->
             result.front(wrong)
     with pytest.raises(autoq.UserError, match="measure is 5, but must be a list of numbers"):
         result.front(measure=5)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"samples": "x"}, "samples is 'x', but must be a whole number"),
+        ({"budget": True}, "budget is True, but must be text or a number"),
+        ({"run": ""}, "run is empty"),
+        ({"run": 5}, "run is 5, but must be a path"),
+        ({"include": 5}, "include is 5, but must be text or a list of texts"),
+        ({"space": None}, "space is None, but must be a path"),
+        ({"engine": ["vllm"]}, "engine is ['vllm'], but must be text"),
+        ({"progress": 5}, "progress is 5, but must be True or False or an object with say() and stage()"),
+        ({"resume": "yes"}, "resume is 'yes', but must be True or False"),
+        ({"budget": float("nan")}, "budget is nan, but must be text or a number"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(autoq.UserError) as error:
+        PYTHON.search("demo", **{"budget": 4, **option})
+    assert says in str(error.value)
+
+
+def test_a_model_of_no_kind_is_named() -> None:
+    with pytest.raises(autoq.UserError, match="model is 7, but must be a name, a path or a loaded transformers model"):
+        PYTHON.search(7, budget=4)

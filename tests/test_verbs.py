@@ -238,27 +238,6 @@ def test_mistakes_are_one_sentence_in_python_words(
     assert "--" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ({"samples": "x"}, "samples is 'x', but must be a whole number"),
-        ({"budget": True}, "budget is True, but must be text or a number"),
-        ({"run": ""}, "run is empty"),
-        ({"run": 5}, "run is 5, but must be a path"),
-        ({"include": 5}, "include is 5, but must be text or a list of texts"),
-        ({"space": None}, "space is None, but must be a path"),
-        ({"engine": ["vllm"]}, "engine is ['vllm'], but must be text"),
-        ({"progress": 5}, "progress is 5, but must be True or False or an object with say() and stage()"),
-        ({"resume": "yes"}, "resume is 'yes', but must be True or False"),
-        ({"budget": float("nan")}, "budget is nan, but must be text or a number"),
-    ],
-)
-def test_values_of_the_wrong_kind_are_named(option: dict[str, Any], says: str) -> None:
-    with pytest.raises(autoq.UserError) as error:
-        autoq.search("demo", **{"budget": 4, **option})
-    assert says in str(error.value)
-
-
 def test_what_follows_a_search_takes_a_loaded_model_too(
     demo_search: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -275,11 +254,6 @@ def test_what_follows_a_search_takes_a_loaded_model_too(
     assert state(model) == before
     with pytest.raises(autoq.UserError, match="load it first"), autoq.quantized("demo", run):
         pass
-
-
-def test_a_model_of_no_kind_is_named() -> None:
-    with pytest.raises(autoq.UserError, match="model is 7, but must be a name, a path or a loaded transformers model"):
-        autoq.search(7, budget=4)
 
 
 def test_figures_of_another_recipe_are_not_shown_with_this_one(llama: PreTrainedModel, here: Path) -> None:

@@ -15,7 +15,7 @@ from autoq.formats.catalog import kv_format, weight_format
 from autoq.measure.profile import model_fingerprint
 from autoq.model import load
 from autoq.model.given import source_of
-from autoq.model.quantized import Assignment, is_quantized
+from autoq.model.quantized import Assignment, check_not_quantized
 from autoq.model.quantized import quantized as apply_assignment
 from autoq.model.unit import ModelUnits
 from autoq.model.units import find_units
@@ -64,8 +64,7 @@ def load_for(recipe: recipes.Recipe, model: PreTrainedModel | str | None) -> tup
         source = load.model_source(model or recipe.model.id)
         loaded = load.load_model(source, load.pick_device("auto"), recipe.provenance.dtype)
     else:
-        if is_quantized(model):
-            raise UserError("a recipe is applied to this model already: leave that `with` block first")
+        check_not_quantized(model)
         source, loaded = source_of(model), model
     check_model(recipe, loaded)
     return loaded, units_for(recipe, loaded), source
@@ -93,8 +92,7 @@ def quantized(model: PreTrainedModel, recipe: recipes.Recipe | Path | str, cache
     Raises UserError if the recipe names what the model does not have, or was made for a model with other weights.
     """
     loaded = recipe if isinstance(recipe, recipes.Recipe) else recipes.read_recipe(Path(recipe))
-    if is_quantized(model):
-        raise UserError("a recipe is applied to this model already: leave that `with` block first")
+    check_not_quantized(model)
     check_model(loaded, model)
     units = units_for(loaded, model)
     assignment = recipe_assignment(loaded, units)

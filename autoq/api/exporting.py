@@ -15,7 +15,7 @@ from autoq.cost.engines import ENGINES, loads
 from autoq.errors import AutoqError, UserError, unknown
 from autoq.exporters.consumer import ROUNDS, Consumer, same_numbers
 from autoq.exporters.consumers import CONSUMERS, consumer_of
-from autoq.exporters.fitting import Loss, fit
+from autoq.exporters.fitting import Loss, fit, rounding_needed
 from autoq.exporters.limits import priced_tokens
 from autoq.exporters.subject import KV_ORIGINAL, Subject, bare_subject
 from autoq.formats.catalog import WEIGHT_FORMATS
@@ -47,6 +47,7 @@ class ExportReport:
         kv_bits: per cached value.
         recipe_bits: per weight of the recipe.
         recipe_kv_bits: per cached value of the recipe.
+        needs: the rounding for want of which it was refused, or "none".
     """
 
     consumer: str
@@ -60,6 +61,7 @@ class ExportReport:
     kv_bits: float
     recipe_bits: float
     recipe_kv_bits: float
+    needs: str = ROUNDS[0]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `autoq export --json` prints, and export.json holds."""
@@ -128,7 +130,7 @@ def export_all(
 ) -> ExportReports:
     """Write a recipe for every consumer that can have it; the reports say which cannot, and why."""
     allowed = _round(rounding)
-    if out is not None and Path(_named(out)).exists() and not Path(out).is_dir():
+    if out is not None and Path(folder_named(out)).exists() and not Path(out).is_dir():
         raise UserError(f"--out {str(out)!r} cannot be made: it is no folder")
     subject = _subject(recipe, model)
     found = ExportReports()
@@ -192,7 +194,7 @@ def subject_of(recipe: recipes.Recipe, model: PreTrainedModel | str | None = Non
     return subject.with_formats(weights, caches)
 
 
-def _named(out: Path | str) -> Path | str:
+def folder_named(out: Path | str) -> Path | str:
     """Return the folder asked for; raises UserError for an empty name, which would be the working folder."""
     if not str(out):
         raise UserError("--out is empty: give a folder, or leave the option out")
@@ -201,7 +203,7 @@ def _named(out: Path | str) -> Path | str:
 
 def _folder(subject: Subject, name: str, out: Path | str | None) -> Path:
     if out is not None:
-        return Path(_named(out))
+        return Path(folder_named(out))
     return (subject.recipe.parent if subject.recipe is not None else Path()) / "export" / name
 
 
@@ -230,7 +232,7 @@ def _export(subject: Subject, consumer: Consumer, folder: Path, allowed: int) ->
     losses = report.losses
     beyond = [loss for loss in losses if ROUNDS.index(loss.needs) > allowed]
     if beyond:
-        return replace(report, refused=_refusal(consumer, beyond))
+        return replace(report, refused=_refusal(consumer, beyond), needs=rounding_needed(beyond))
     files = consumer.write(fitted)
     if consumer.read is not None:
         _check(consumer, fitted, files)
@@ -238,7 +240,7 @@ def _export(subject: Subject, consumer: Consumer, folder: Path, allowed: int) ->
 
 
 def _refusal(consumer: Consumer, losses: list[Loss]) -> str:
-    needed = max((loss.needs for loss in losses), key=ROUNDS.index)
+    needed = rounding_needed(losses)
     first = next(loss for loss in losses if loss.needs == needed)
     same = sum(loss.why == first.why for loss in losses) - 1
     more = f" and {same} more" if same else ""

@@ -10,7 +10,7 @@ from pydantic import PrivateAttr
 
 from autoq import recipe as recipes
 from autoq.api.checking import Checked, check
-from autoq.api.exporting import ALL, ExportReport, export, export_all
+from autoq.api.exporting import ALL, ExportReport, export, export_all, folder_named
 from autoq.api.showing import find_recipe, show
 from autoq.display.html import recipe_html
 from autoq.display.words import nats
@@ -51,10 +51,8 @@ class Recipe(recipes.Recipe):
         with python_words():
             for name, value in (("to", to), ("out", out), ("rounding", rounding), ("model", model)):
                 check_kind(name, value, None if name in ("out", "model") else ...)
-            if out is not None and not str(out):
-                raise UserError("--out is empty: give a folder, or leave the option out")
             base = Path("export") if self._file is None else self._file.parent / "export"
-            folder = (base if to == ALL else base / to) if out is None else Path(out)
+            folder = (base if to == ALL else base / to) if out is None else Path(folder_named(out))
             if to not in (ALL, "transformers"):
                 return export(self, to, folder, rounding, model)
             file, made = folder / "autoq-recipe.yaml", not folder.exists()

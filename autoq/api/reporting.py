@@ -17,6 +17,7 @@ from autoq.api.recipe import Recipe, read_recipe
 from autoq.display.exports import summary
 from autoq.display.findings import Findings, HasFindings
 from autoq.errors import UserError, python_words
+from autoq.exporters.fitting import rounding_needed
 from autoq.kinds import check_kind
 from autoq.run_folder import RECIPE, RESULT, make_folder, write_atomically
 
@@ -131,8 +132,8 @@ def _serving(found: Findings, model: PreTrainedModel | str | None) -> tuple[list
     rows = []
     for one, files in written:
         lost = "" if not one.losses else summary(one)
-        rounding = "" if not one.losses else "up" if any(loss.needs == "up" for loss in one.losses) else "scales"
-        rounded = {"": "", "up": "rounded up", "scales": "with its own scales"}[rounding]
-        command = f"autoq export {found.run} --to {one.consumer}{' --round ' + rounding if rounding else ''}"
+        rounding = rounding_needed(one.losses)
+        rounded = {"none": "", "up": "rounded up", "scales": "with its own scales"}[rounding]
+        command = f"autoq export {found.run} --to {one.consumer}{' --round ' + rounding if one.losses else ''}"
         rows.append(Serving(one.consumer, one.what, one.bits, one.kv_bits, rounded, lost, one.refused, command, files))
     return rows, ""

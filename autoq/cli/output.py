@@ -50,9 +50,9 @@ def printed(found: RenderableType) -> None:
     if console.is_terminal:
         console.print(found, crop=False)
         return
-    with console.capture() as printed:
-        console.print(found, crop=False)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+    from autoq.display.text import as_text
+
+    sys.stdout.write(as_text(found, console.width) + "\n")
 
 
 def reporter() -> RichReporter:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from autoq.api.exporting import ExportReport
     from autoq.api.importing import Imported
 
-WIDER = ("torchao",)  # stores values in more bytes than their format has, and says why in its first note
-
 
 def export_view(report: ExportReport) -> RenderableType:
     """Return what `autoq export --to CONSUMER` prints."""
@@ -32,7 +30,7 @@ def export_view(report: ExportReport) -> RenderableType:
     if _is_over(report):
         parts.append(
             Text(
-                f"More bits than the recipe has: `autoq search --consumer {report.consumer}` keeps it within the budget.",
+                f"More bits than the recipe has: `autoq search --consumer {report.consumer}` takes only formats that it has.",
                 style="yellow",
             )
         )
@@ -49,27 +47,23 @@ def export_table(reports: list[ExportReport]) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("consumer", "bits", "cache bits", "what is not as in the recipe"):
         table.add_column(name, justify="right" if "bits" in name else "left", overflow="fold")
-    refused = False
     for r in reports:
         if r.refused is not None:
-            needs = "up" if any(loss.needs == "up" for loss in r.losses) else "scales"
-            rounds = f"--round {needs}"
-            why = f"needs {rounds}: {summary(r)}" if rounds in r.refused else f"refused: {r.refused}"
+            why = f"refused: {r.refused}" if r.needs == "none" else f"needs --round {r.needs}: {summary(r)}"
             table.add_row(r.consumer, "", "", Text(why, style="yellow"))
-            refused = refused or why.startswith("needs")
             continue
         table.add_row(r.consumer, f"{r.bits:.4g}", f"{r.kv_bits:.4g}", summary(r))
     folder = next((r.files[0].parent.parent for r in reports if r.files), None)
     where = f"written below {folder}; export.json in each folder names every change" if folder else "nothing was written"
     parts: list[RenderableType] = [table, Text(where, style="dim")]
     for r in reports:
-        if r.files and r.consumer in WIDER:
-            parts.append(Text(CONSUMERS[r.consumer].notes[0], style="dim"))
+        if r.files and CONSUMERS[r.consumer].wider:
+            parts.append(Text(CONSUMERS[r.consumer].wider, style="dim"))
     if any(r.files and _is_over(r) for r in reports):
         parts.append(
-            Text("More bits than the recipe has: `autoq search --consumer NAME` keeps a tool within the budget.", style="dim")
+            Text("More bits than the recipe has: `autoq search --consumer NAME` takes only formats that a tool has.", style="dim")
         )
-    if refused:
+    if any(r.needs != "none" for r in reports):
         parts.append(
             Text(
                 "--round scales lets a tool pick its own scales for the same bytes; --round up also takes its next better format.",

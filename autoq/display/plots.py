@@ -7,24 +7,31 @@ figures sit on light and dark pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, Protocol
 
 import plotly.graph_objects as go
 
 from autoq.display.damage_map import DamageMap
 from autoq.display.findings import Findings, HasFindings
-from autoq.display.words import GIB, KIB, MIB
+from autoq.display.plot_style import (
+    ACCENT,
+    BITS_SCALE,
+    DAMAGE_SCALE,
+    KL_AXIS,
+    LINE,
+    POINT,
+    decades,
+    power,
+    short,
+    styled,
+    tint,
+    unit_of,
+)
 from autoq.errors import UserError
 from autoq.recipe import Recipe
 
 if TYPE_CHECKING:
     from autoq.api import FrontResult, MeasuredPoint
-
-ACCENT, LINE, POINT, GREY = "#e15714", "#3b7dd8", "#7b8794", "rgba(127, 127, 127, .25)"
-DAMAGE_SCALE = [[0.0, "rgba(225, 87, 20, .06)"], [0.5, "rgba(225, 87, 20, .5)"], [1.0, "rgb(173, 40, 8)"]]
-BITS_SCALE = [[i / 10, f"hsl({10 + 21 * i}, 65%, 52%)"] for i in range(11)]
-KL_AXIS = "KL, nats per token"
 
 
 class HasDamage(Protocol):
@@ -54,11 +61,11 @@ def sensitivity(result: HasDamage | HasFindings, fmt: str | None = None) -> go.F
     for name in formats:
         shown = [role for role in roles if found.of_role(role, name)]
         rows = [found.of_role(role, name) for role in shown]
-        z = [[_log10(row.get(layer)) for layer in layers] for row in rows]
-        text = [[_nats(row.get(layer)) for layer in layers] for row in rows]
+        z = [[power(row.get(layer)) for layer in layers] for row in rows]
+        text = [[short(row.get(layer)) for layer in layers] for row in rows]
         figure.add_heatmap(
             x=layers, y=shown, z=z, customdata=text, visible=name == first, colorscale=DAMAGE_SCALE, xgap=1, ygap=1,
-            colorbar={"title": {"text": "nats"}, **_decades(z)},
+            colorbar={"title": {"text": "nats"}, **decades(z)},
             hovertemplate="layer %{x}, %{y}: %{customdata} nats<extra>" + name + "</extra>",
         )  # fmt: skip
     buttons = [{"label": name, "method": "update", "args": [{"visible": [other == name for other in formats]}]} for name in formats]
@@ -77,7 +84,7 @@ def sensitivity(result: HasDamage | HasFindings, fmt: str | None = None) -> go.F
         ]
     )
     figure.update_yaxes(autorange="reversed")
-    return _styled(figure, "Damage by layer and role, one format", "layer", "", menu=True)
+    return styled(figure, "Damage by layer and role, one format", "layer", "", menu=True)
 
 
 def damage(result: HasFindings, side: str | None = None) -> go.Figure:
@@ -110,7 +117,7 @@ def damage(result: HasFindings, side: str | None = None) -> go.Figure:
         marker={"color": ACCENT, "size": 11, "symbol": "diamond"}, hovertemplate="the result: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
     )  # fmt: skip
     what = "bits per weight" if asked == "weights" else "bits per cached value"
-    return _styled(figure, f"Damage by {what}", what, KL_AXIS, log_y=True)
+    return styled(figure, f"Damage by {what}", what, KL_AXIS, log_y=True)
 
 
 def front(result: FrontResult | HasFindings) -> go.Figure:
@@ -141,7 +148,7 @@ def front(result: FrontResult | HasFindings) -> go.Figure:
             error_y={"type": "data", "array": [p.stderr for _, p in measured], "color": ACCENT},
             hovertemplate="%{text}: %{y:.4g} nats at %{x:.3f} bits<extra></extra>",
         )  # fmt: skip
-    return _styled(figure, "The least damage at every budget", "bits per value", KL_AXIS, log_y=True)
+    return styled(figure, "The least damage at every budget", "bits per value", KL_AXIS, log_y=True)
 
 
 def predicted_measured(result: HasFindings) -> go.Figure:
@@ -162,7 +169,7 @@ def predicted_measured(result: HasFindings) -> go.Figure:
             hovertemplate="%{text}: %{x:.4g} predicted, %{y:.4g} measured<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(type="log", tickformat="~g", dtick="D2", tickangle=0)
-    return _styled(figure, "Predicted and measured damage", "predicted " + KL_AXIS, "measured " + KL_AXIS, log_y=True)
+    return styled(figure, "Predicted and measured damage", "predicted " + KL_AXIS, "measured " + KL_AXIS, log_y=True)
 
 
 def recipe(result: Recipe | HasFindings) -> go.Figure:
@@ -195,7 +202,7 @@ def recipe(result: Recipe | HasFindings) -> go.Figure:
         )
     )
     figure.update_yaxes(autorange="reversed")
-    return _styled(figure, "Bits of every unit", "layer", "")
+    return styled(figure, "Bits of every unit", "layer", "")
 
 
 def cache_formats(result: Recipe | HasFindings) -> go.Figure:
@@ -221,7 +228,7 @@ def cache_formats(result: Recipe | HasFindings) -> go.Figure:
     order = [[str(layer.layer) for layer in its.kv for _ in "KV"], [kind for _ in its.kv for kind in "KV"]]
     figure.add_bar(x=order, y=[0] * len(order[0]), showlegend=False, hoverinfo="skip")  # keeps layers in order
     figure.data = (figure.data[-1], *figure.data[:-1])
-    return _styled(figure, "K and V formats by layer", "layer", "bits per cached value")
+    return styled(figure, "K and V formats by layer", "layer", "bits per cached value")
 
 
 def memory(result: HasFindings) -> go.Figure:
@@ -231,7 +238,7 @@ def memory(result: HasFindings) -> go.Figure:
     if not rows:
         raise UserError("this recipe has no caches, or was searched with an older version")
     contexts, totals = [r["context"] for r in rows], found.recipe.totals
-    unit, name = _unit(max(2 * parameters, *(r["kv_bytes_16bit"] for r in rows)))
+    unit, name = unit_of(max(2 * parameters, *(r["kv_bytes_16bit"] for r in rows)))
     figure = go.Figure()
     for label, weights, key, dash in (
         ("recipe", totals.weight_bytes, "kv_bytes", "solid"), ("16 bit", 2 * parameters, "kv_bytes_16bit", "dot"),
@@ -247,21 +254,21 @@ def memory(result: HasFindings) -> go.Figure:
     figure.update_xaxes(type="log", tickvals=contexts[:: max(1, len(contexts) // 7)], tickformat=",")
     batch = found.recipe.budget.batch
     many = "" if batch == 1 else f" of {batch} sequences"
-    return _styled(figure, f"Memory by context{many}", "tokens of context", name)
+    return styled(figure, f"Memory by context{many}", "tokens of context", name)
 
 
 def history(result: HasFindings) -> go.Figure:
     """Return Optuna's optimization history of the search's trials, in nats of KL per token."""
     from autoq.trials import plots
 
-    return _styled(plots.history(*_study(_findings(result))), "Trials", "trial", KL_AXIS)
+    return styled(plots.history(*_study(_findings(result))), "Trials", "trial", KL_AXIS)
 
 
 def importances(result: HasFindings) -> go.Figure:
     """Return Optuna's importances of the multipliers by role and third of the depth."""
     from autoq.trials import plots
 
-    return _styled(plots.importances(*_study(_findings(result))), "What mattered in the trials", "importance (PED-ANOVA)", "")
+    return styled(plots.importances(*_study(_findings(result))), "What mattered in the trials", "importance (PED-ANOVA)", "")
 
 
 def _findings(result: HasFindings) -> Findings:
@@ -293,7 +300,7 @@ def _front_line(figure: go.Figure, points: Sequence[Mapping[str, Any]], name: st
         y=band,
         fill="toself",
         mode="none",
-        fillcolor=_tint(colour),
+        fillcolor=tint(colour),
         name="standard error of the prediction",
         hoverinfo="skip",
         showlegend=False,
@@ -310,48 +317,3 @@ def _best_by_bits(uniforms: Sequence[Mapping[str, Any]], bits: str) -> list[Mapp
     for row in sorted(uniforms, key=lambda u: -float(u["measured_kl"])):
         best[round(row[bits], 3)] = row
     return list(best.values())
-
-
-def _decades(z: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Return the ticks of a colour bar over powers of ten: 1 and 3 times each, as far as there are values."""
-    found = [v for row in z for v in row if v is not None]
-    if not found:
-        return {"tickvals": []}
-    ticks = [(e + log10(m), m * 10.0**e) for e in range(floor(min(found)), ceil(max(found)) + 1) for m in (1, 3)]
-    inside = [(at, value) for at, value in ticks if min(found) <= at <= max(found)]
-    if len(inside) > 6:
-        inside = [(at, value) for at, value in inside if at == int(at)]
-    if not inside:
-        inside = [(v, 10**v) for v in (min(found), max(found))]
-    return {"tickvals": [at for at, _ in inside], "ticktext": [f"{value:.3g}" for _, value in inside]}
-
-
-def _tint(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, .22)"
-
-
-def _log10(value: float | None) -> float | None:
-    return log10(value) if value is not None and value > 0 else None
-
-
-def _nats(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _unit(largest: float) -> tuple[int, str]:
-    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB") if largest >= MIB else (KIB, "KiB")
-
-
-def _styled(figure: go.Figure, title: str, x: str, y: str, log_y: bool = False, menu: bool = False) -> go.Figure:
-    figure.update_layout(
-        template="none", title={"text": title, "x": 0.02, "xref": "container", "font": {"size": 14}}, paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)", font={"color": POINT, "family": "system-ui, sans-serif", "size": 12}, height=380,
-        margin={"l": 70, "r": 20, "t": 92 if menu else 48, "b": 90}, legend={"orientation": "h", "y": -0.32}, hoverlabel={"font": {"size": 12}},
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": ACCENT},
-    )  # fmt: skip
-    figure.update_xaxes(title={"text": x}, gridcolor=GREY, zeroline=False, automargin=True)
-    figure.update_yaxes(title={"text": y}, gridcolor=GREY, zeroline=False, automargin=True)
-    if log_y:
-        figure.update_yaxes(type="log", tickformat="~g")
-    return figure

@@ -46,6 +46,7 @@ class Consumer:
         layouts: of weights that it can quantize. overhead: bits that it stores of a layer beyond its format.
         refuses: says why it cannot take a layer in a format, or None.
         notes: what a user has to know of any document written for it.
+        wider: why it stores more than its formats take, or "".
         engines: that load the checkpoints it makes, as far as they have the formats.
     """
 
@@ -60,6 +61,7 @@ class Consumer:
     overhead: Callable[[Layer], int] = lambda layer: 0
     refuses: Callable[[Layer, Format], str | None] = lambda layer, fmt: None
     notes: tuple[str, ...] = ()
+    wider: str = ""
     engines: tuple[str, ...] = ()
 
     def has(self, fmt: Format) -> bool:

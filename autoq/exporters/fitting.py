@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from autoq.cost.engines import stored
-from autoq.exporters.consumer import Consumer, same_numbers
+from autoq.exporters.consumer import ROUNDS, Consumer, Round, same_numbers
 from autoq.exporters.subject import KV_ORIGINAL, ORIGINAL, Attention, Layer, Subject
 from autoq.formats import reference
 from autoq.formats.catalog import kv_format
@@ -35,6 +35,11 @@ class Loss:
 
     def to_json(self) -> dict[str, str | None]:
         return {"what": self.what, "wanted": self.wanted, "got": self.got, "why": self.why, "round": self.needs}
+
+
+def rounding_needed(losses: Iterable[Loss]) -> Round:
+    """Return the least `--round` that mends them all."""
+    return max((loss.needs for loss in losses), key=ROUNDS.index, default=ROUNDS[0])
 
 
 def fit(subject: Subject, consumer: Consumer) -> tuple[Subject, list[Loss]]:

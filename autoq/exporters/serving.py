@@ -113,7 +113,7 @@ VLLM = Consumer(
     notes=(
         _SHARED,
         "vLLM takes weight-only MXFP4 and MXFP8 for formats with inputs of the same kind: where a device multiplies them, inputs are rounded too",
-        "vLLM 0.32 on a CPU cuts fp8 caches off towards zero, and has no int8_per_token_head there, though it takes it: GPUs do better",
+        "vLLM 0.32 on a CPU cuts fp8 caches off towards zero, and has no int8_per_token_head there, though it takes it",
     ),
 )
 SGLANG = Consumer(

@@ -106,6 +106,7 @@ def _overhead(layer: Layer) -> int:
     return (8 - element.bits) * layer.blocks * (layer.format.block or layer.width) + zero * layer.blocks
 
 
+_WIDER = "torchao keeps integers below 8 bits unpacked, one byte a value, until another backend packs them"
 CONSUMER = Consumer(
     "torchao",
     "an FqnToConfig for `quantize_` or transformers' TorchAoConfig, as JSON",
@@ -116,5 +117,6 @@ CONSUMER = Consumer(
     read,
     overhead=_overhead,
     refuses=whole_groups,
-    notes=("torchao keeps integers below 8 bits unpacked, one byte a value, until another backend packs them",),
+    notes=(_WIDER,),
+    wider=_WIDER,
 )  # fmt: skip

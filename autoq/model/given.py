@@ -13,7 +13,7 @@ import torch
 
 from autoq.errors import UserError
 from autoq.model import load
-from autoq.model.quantized import is_quantized
+from autoq.model.quantized import check_not_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -121,8 +121,7 @@ def borrowed(model: PreTrainedModel | None) -> Iterator[None]:
         raise UserError("the model has tensors on the meta device, without values: load its weights first")
     if any(p.is_inference() for p in model.parameters()):
         raise UserError("the model was made within torch.inference_mode, and has no gradients: load it outside of that")
-    if is_quantized(model):
-        raise UserError("the model is inside `with autoq.quantized(...)`: leave the block first, or load the model once more")
+    check_not_quantized(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     settings = vars(model.config)

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from autoq import codec
+from autoq.errors import UserError
 from autoq.formats.calibration import Calibration
 from autoq.formats.format import Format, KVFormat
 from autoq.model.attention import AttentionFunction, AttentionHandler, intercepted
@@ -75,6 +76,12 @@ _CHANGED = WeakSet[PreTrainedModel]()
 def is_quantized(model: PreTrainedModel) -> bool:
     """True while a block runs with other weights, keys or values in place of the model's own."""
     return model in _CHANGED
+
+
+def check_not_quantized(model: PreTrainedModel) -> None:
+    """Raise UserError for a model that a recipe is applied to."""
+    if is_quantized(model):
+        raise UserError("the model is inside `with autoq.quantized(...)`: leave the block first, or load the model once more")
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 Every format is first served as it is. What this processor has no kernel for has to be refused for that reason; vLLM then reads, maps
 and fuses the same checkpoint with its arithmetic in plain torch (drivers/stand_ins.py). Both are measured against autoq.
 
-Two things of vLLM 0.32's own CPU kernels, which need AVX-512, are pinned here: an fp8 cache is cut off towards zero instead of rounded to nearest, four
-times the squared error, and int8_per_token_head is served although that backend has no such cache, and destroys the output.
+Two things of vLLM 0.32's own CPU kernels, which need AVX-512, are pinned here: an fp8 cache is cut off towards zero instead of rounded to nearest,
+and int8_per_token_head is served although that backend has no such cache, and destroys the output.
 """
 
 from __future__ import annotations
